@@ -106,13 +106,15 @@ def gpu_blocks() -> list[dict[str, Any]]:
     blocks = []
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)
-        block = {
-            "name": device.name,
-            "memory_bytes": device.total_memory,
-            "compute_capability": f"{device.major}.{device.minor}",
-            "multiprocessors": device.multi_processor_count,
-        }
-        blocks.append(block | _gpu_state(f"GPU-{device.uuid}"))
+        blocks.append(
+            {
+                "name": device.name,
+                "memory_bytes": device.total_memory,
+                "compute_capability": f"{device.major}.{device.minor}",
+                "multiprocessors": device.multi_processor_count,
+                **_gpu_state(f"GPU-{device.uuid}"),
+            }
+        )
     return blocks
 
 

@@ -227,8 +227,9 @@ class CheckpointModel(Model):
         """Return the path of each part on this machine, or the path to which it is downloaded."""
         if self.paths:
             return self.paths
-        parts = hub.PARTS.get(self.name, {})
-        return {name: hub.expected_path(part) for name, part in parts.items()}
+        return {
+            name: hub.expected_path(part) for name, part in hub.PARTS.get(self.name, {}).items()
+        }
 
     def load_target(
         self, device: torch.device, dtype: torch.dtype

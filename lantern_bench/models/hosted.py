@@ -230,7 +230,7 @@ def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> 
         UserError: The class lacks a method.
     """
     cls = load_class(file)
-    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    missing = sorted(cls.__abstractmethods__)
     if missing:
         raise file.error_at("python", f"{cls.__name__} lacks {', '.join(missing)}")
     hosted = cls(file.checkpoint, device, dtype)

@@ -32,8 +32,7 @@ from lantern_bench.utils.yaml_file import Problems, Source, problems_of, read_so
 def _relative(value: object, info: ValidationInfo[Path]) -> Path:
     if not isinstance(value, str) or not value:
         raise ValueError("must be a path")
-    folder: Path = info.context.parent
-    path = folder / value
+    path: Path = info.context.parent / value
     if not os.path.exists(path):  # also False for a name that is too long
         raise ValueError("no such file or folder")
     return path

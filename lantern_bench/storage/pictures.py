@@ -39,8 +39,7 @@ def label(text: str, pixels: Tensor) -> Tensor:
     from PIL import Image, ImageDraw, ImageFont
 
     strip = Image.new("RGB", (pixels.shape[1], 14), "white")
-    font = ImageFont.load_default(10)
-    ImageDraw.Draw(strip).text((1, 0), text, fill="black", font=font)
+    ImageDraw.Draw(strip).text((1, 0), text, fill="black", font=ImageFont.load_default(10))
     return torch.from_numpy(np.array(strip)).to(pixels.device)
 
 

@@ -136,9 +136,11 @@ def read_rows(path: Path, table: str, wanted: Collection[str] | None = None) -> 
     """
     for line in read_lines(path, table, wanted):
         if line.row is None:
-            command = f"lantern-bench check-run {path.parent} --repair"
-            advice = f"`{command}` and the same sweep make its content again."
-            raise UserError(f"{path} line {line.number}: {line.problem}", advice)
+            raise UserError(
+                f"{path} line {line.number}: {line.problem}",
+                f"`lantern-bench check-run {path.parent} --repair` and the same sweep make its "
+                "content again.",
+            )
         yield line.row
 
 
@@ -185,9 +187,9 @@ class RowFile:
 
 def no_room(path: Path, error: OSError) -> RefusedError:
     """Return the error for a file of a run that cannot be written, usually on a full disk."""
-    message = f"{path}: cannot be written: {error.strerror or error}"
     return RefusedError(
-        message, "Everything before is kept. Repair the cause; the same command continues."
+        f"{path}: cannot be written: {error.strerror or error}",
+        "Everything before is kept. Repair the cause; the same command continues.",
     )
 
 
@@ -277,8 +279,7 @@ def record_key(task: ImageTask, fields: Mapping[str, Any]) -> str:
         "seed": task.seed,
         "run": fields,
     }
-    text = json.dumps(covered, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_same_run(
@@ -301,9 +302,7 @@ def check_same_run(
     for name in recorded | now:
         before = recorded.get(name)
         after = now.get(name)
-        if before == after:
-            continue
-        if name == "threads" and (before is None or after is None):
+        if before == after or (name == "threads" and None in (before, after)):
             continue
         if isinstance(before, list) and isinstance(after, list):
             only_before = [item for item in before if item not in after]

@@ -169,14 +169,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        message = f"{folder}: not a run directory, it has no {MANIFEST}"
-        raise UserError(message, "Give one that a sweep wrote.") from error
+        raise UserError(
+            f"{folder}: not a run directory, it has no {MANIFEST}", "Give one that a sweep wrote."
+        ) from error
     except ValueError as error:
         raise UserError(f"{path}: damaged, not JSON", "Restore it, or start a new run.") from error
     version = manifest.get("schema_version") if isinstance(manifest, dict) else None
     if version != SCHEMA_VERSION:
-        message = f"{path}: schema version {version}, and this program reads {SCHEMA_VERSION}"
-        raise RefusedError(message, "Use the release that wrote the run.")
+        raise RefusedError(
+            f"{path}: schema version {version}, and this program reads {SCHEMA_VERSION}",
+            "Use the release that wrote the run.",
+        )
     return dict(manifest)
 
 
@@ -236,6 +239,8 @@ def disturbance(finished: pd.DataFrame) -> str | None:
     count = int(marks.sum())
     if count == 0:
         return None
-    reason = "their threads lacked a core for more than 5% of the time"
-    text = f"{count} of {timed} images disturbed: {reason}"
+    text = (
+        f"{count} of {timed} images disturbed: "
+        "their threads lacked a core for more than 5% of the time"
+    )
     return f"{NO_SPEED}: {text}" if 2 * count > timed else text

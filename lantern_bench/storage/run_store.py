@@ -91,8 +91,10 @@ class RunStore(AbstractContextManager["RunStore"]):
         store = cls(folder)
         if not store.finished:
             store.close()
-            message = f"{folder} has no images to score"
-            raise RefusedError(message, "Resume the run with the command that started it.")
+            raise RefusedError(
+                f"{folder} has no images to score",
+                "Resume the run with the command that started it.",
+            )
         return store
 
     @property
@@ -127,7 +129,7 @@ class RunStore(AbstractContextManager["RunStore"]):
         Raises:
             RefusedError: The disk is full. The run is unchanged.
         """
-        planned = {
+        values = {
             "schema_version": SCHEMA_VERSION,
             "record_key": record_key(task, self.manifest["key"]),
             **task.cell.columns(),
@@ -139,11 +141,12 @@ class RunStore(AbstractContextManager["RunStore"]):
             "order_index": task.order_index,
             "status": "ok",
             "image": None if png is None else task.image,
+            **record,
         }
         with signals.delayed():
             if png is not None:
                 self._write(task.image, png)
-            row = self._records.append(planned | dict(record))
+            row = self._records.append(values)
             if row["status"] == "ok":
                 self._done.add(task.key)
             else:
@@ -211,8 +214,7 @@ def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
             pass
     finished = len(done_images(folder))
     if finished:
-        manifest = read_manifest(folder)
-        check_same_run(folder.name, manifest, _wanted(experiment), finished=finished)
+        check_same_run(folder.name, read_manifest(folder), _wanted(experiment), finished=finished)
 
 
 def _wanted(experiment: ResolvedExperiment) -> dict[str, Any]:
@@ -240,8 +242,10 @@ def lock_run(folder: Path) -> Iterator[None]:
             finally:
                 writer.unlink(missing_ok=True)
     except Timeout as error:
-        message = f"{folder} is in use: {_process_of(writer)} is writing to it"
-        raise RefusedError(message, "Wait until it ends, or give another --out.") from error
+        raise RefusedError(
+            f"{folder} is in use: {_process_of(writer)} is writing to it",
+            "Wait until it ends, or give another --out.",
+        ) from error
     except OSError as error:
         raise cannot_write(folder, error, flag="--out") from error
 
@@ -263,5 +267,7 @@ def check_is_run(folder: Path) -> None:
     expected |= {partial_path(folder / name) for name in (WRITER, MANIFEST)}
     others = {path.name for path in set(folder.iterdir()) - expected}
     if others:
-        message = f"--out {folder}: contains {min(others)} and is not a run directory"
-        raise UserError(message, "Give a new folder, or a run directory.")
+        raise UserError(
+            f"--out {folder}: contains {min(others)} and is not a run directory",
+            "Give a new folder, or a run directory.",
+        )

@@ -60,8 +60,9 @@ def _figure(
     """Yield the columns of an uncertain figure and of the two ends of its interval."""
     yield Column(name, "float", unit, meaning=meaning)
     for side, end in {"low": "lower", "high": "upper"}.items():
-        of_end = f"{end} end of the {interval} of {name}"
-        yield Column(f"{name}_{side}", "float", unit, meaning=of_end)
+        yield Column(
+            f"{name}_{side}", "float", unit, meaning=f"{end} end of the {interval} of {name}"
+        )
 
 
 def _parameter_columns() -> Iterator[Column]:
@@ -119,8 +120,7 @@ def _summary_of_quality() -> Iterator[Column]:
 
 def _image_scores() -> Iterator[Column]:
     for name in OF_IMAGES:
-        meaning = f"{METRICS[name].image_meaning} (level image)"
-        yield Column(name, "float", "", meaning=meaning)
+        yield Column(name, "float", "", meaning=f"{METRICS[name].image_meaning} (level image)")
 
 
 # Groups of columns that the registered parameters and metrics decide.
@@ -147,8 +147,7 @@ def _read(entries: Iterable[str | Sequence[str]], metric: str = "") -> Iterator[
     """Yield the columns of a list in columns.toml: names of groups, and entries of four words."""
     for entry in entries:
         if not isinstance(entry, str):
-            words = [text.format(metric=metric, **_WORDS) for text in entry]
-            name, dtype, unit, meaning = words
+            name, dtype, unit, meaning = (text.format(metric=metric, **_WORDS) for text in entry)
             if dtype in _INTERVALS:
                 yield from _figure(name, unit, meaning, interval=_INTERVALS[dtype])
             else:

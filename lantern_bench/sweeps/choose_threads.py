@@ -44,8 +44,10 @@ class Calibrated(NamedTuple):
         times = ", ".join(f"{count}: {ms:.3g} ms" for count, ms in self.milliseconds.items())
         notes = [Note(f"threads {self.threads} ({times})", level="detail")]
         if self.lost_share > DISTURBED:
-            waited = f"{self.lost_share:.2f} of each second a thread waited for a core"
-            text = f"other programs keep the processor busy ({waited}). {QUIET_ADVICE}"
+            text = (
+                f"other programs keep the processor busy ({self.lost_share:.2f} of each second a "
+                f"thread waited for a core). {QUIET_ADVICE}"
+            )
             if self.lost_share > _BUSY:
                 text = f"speed cannot be measured now: {text}"
             notes.append(Note(text, level="warning"))
@@ -124,12 +126,11 @@ def choose_threads(
 
     def steps() -> None:  # whole steps: between single products the threads would sleep
         for decoding in kinds.values():
-            generator = torch.Generator(model.target.device).manual_seed(0)
             decode(
                 model=model,
                 condition=condition,
                 decoding=decoding,
-                generators=[generator],
+                generators=[torch.Generator(model.target.device).manual_seed(0)],
                 tokens=_TOKENS,
                 engine=model.engine,
             )

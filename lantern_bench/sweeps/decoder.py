@@ -14,9 +14,8 @@ from lantern_bench.config.experiment import Cell
 from lantern_bench.config.plan import ImageTask, record_seed
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.step import sampling_key
-from lantern_bench.devices import machine
 from lantern_bench.devices.compute import Compute
-from lantern_bench.devices.machine import peak_memory_bytes, reset_peak_memory
+from lantern_bench.devices.machine import device_columns, peak_memory_bytes, reset_peak_memory
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.pictures import label, png_bytes
@@ -110,8 +109,9 @@ class Decoder:
                 torch.cuda.empty_cache()
             for task in missing:
                 self.session["failed"] += 1
-                text = one_line(error, most=_ERROR_LENGTH)
-                yield Result.failed(task, text, self.session["process"])
+                yield Result.failed(
+                    task, one_line(error, most=_ERROR_LENGTH), self.session["process"]
+                )
             return
         least_disturbed = min(attempts, key=lambda images: images[0].lost_share(len(batch)))
         images = dict(zip(batch, least_disturbed, strict=True))
@@ -119,13 +119,14 @@ class Decoder:
             image = images[task]
             png = image.png()
             self.session["images"] += 1
-            of_image = {
+            columns = {
+                **image.columns(len(batch)),
+                **device_columns(self.compute.device),
                 "image_sha256": hashlib.sha256(png).hexdigest(),
                 "process": self.session["process"],
                 "attempts": len(attempts),
             }
-            of_device = machine.device_columns(self.compute.device)
-            yield Result(task, image.columns(len(batch)) | of_device | of_image, png)
+            yield Result(task, columns, png)
 
     def _attempts(self, model: LoadedModel, batch: Batch) -> list[list[DecodedImage]]:
         """Decode a batch until an attempt is undisturbed, within bounds on number and time."""
@@ -225,15 +226,16 @@ def tasks_of(
     for cell in cells:
         for index, (prompt, repeat) in enumerate(slots):
             image_seed = record_seed(seed, prompt.id, repeat, seed_set=cell.decoding.seed_set)
-            task = ImageTask(
-                cell=cell,
-                prompt=prompt,
-                repeat=repeat,
-                seed=image_seed,
-                image_index=index,
-                order_index=index,
+            tasks.append(
+                ImageTask(
+                    cell=cell,
+                    prompt=prompt,
+                    repeat=repeat,
+                    seed=image_seed,
+                    image_index=index,
+                    order_index=index,
+                )
             )
-            tasks.append(task)
     return tasks
 
 
@@ -257,8 +259,9 @@ def decode_tasks(
         try:
             return decode_batch(model, [task], compute, tokens=tokens, logits=logits)[0]
         except (RuntimeError, MemoryError) as error:
-            message = f"{task.cell.cell_id}: {type(error).__name__}: {error}"
-            raise RecordsFailedError(message) from error
+            raise RecordsFailedError(
+                f"{task.cell.cell_id}: {type(error).__name__}: {error}"
+            ) from error
 
     if model.engine.compile:
         # A quarter of an image runs every program of a step more than once.

@@ -96,10 +96,9 @@ def events_of(
     parent_end, worker_end = Pipe()
     # A new interpreter does not import the parent's main module, so a script that calls `sweep`
     # needs no guard.
-    command = [sys.executable, "-m", __spec__.name, str(worker_end.fileno())]
     # In a separate session, Ctrl-C reaches only the parent, which ends the worker with one signal.
     worker = subprocess.Popen(
-        command,
+        [sys.executable, "-m", __spec__.name, str(worker_end.fileno())],
         stdin=subprocess.DEVNULL,
         stderr=stderr,
         pass_fds=[worker_end.fileno()],
@@ -126,9 +125,11 @@ def events_of(
                         yield event
                 elif now() - last_sign > request.worker_timeout:
                     worker.kill()
-                    silence = f"no sign of life in {request.worker_timeout:g} s after {last_event}"
-                    advice = f"{_ADVICE} --worker-timeout SECONDS waits longer."
-                    raise RecordsFailedError(f"{name} hangs: {silence}; it was ended", advice)
+                    raise RecordsFailedError(
+                        f"{name} hangs: no sign of life in {request.worker_timeout:g} s after "
+                        f"{last_event}; it was ended",
+                        f"{_ADVICE} --worker-timeout SECONDS waits longer.",
+                    )
         code = worker.wait()
         if code:
             end = f"ended with code {code}"
@@ -182,8 +183,12 @@ def serve(parent: Connection[Any, Any]) -> None:
         # The parent may hide this process's standard error.
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(frame.filename).name} line {frame.lineno}"
-        message = f"internal, in {place}: {one_line(error, most=500)}"
-        send(LanternError(message, "This is a bug in lantern-bench."))
+        send(
+            LanternError(
+                f"internal, in {place}: {one_line(error, most=500)}",
+                "This is a bug in lantern-bench.",
+            )
+        )
 
 
 def _main(descriptor: int) -> int:

@@ -55,19 +55,22 @@ def decode_on_ray(request: Request, emit: Emit) -> None:
         raise RefusedError(
             "--ray: Ray is not installed", "pip install 'lantern-bench[ray]'"
         ) from error
-    name = "the driver of the Ray cluster"
     try:
         # Ray writes pages to standard error when its head is gone.
-        for event in events_of(drive, request, name, stderr=subprocess.DEVNULL):
+        for event in events_of(
+            drive, request, "the driver of the Ray cluster", stderr=subprocess.DEVNULL
+        ):
             emit(event)
     except WorkerEndedError as error:
         raise _head_lost(request, error.message) from error
 
 
 def _head_lost(request: Request, reason: str) -> RefusedError:
-    message = f"the Ray cluster is lost: its head has ended or was started again ({reason})"
-    advice = "Start or join a cluster; the same command continues."
-    return RefusedError(f"{message}; {_kept(request)}", advice)
+    return RefusedError(
+        f"the Ray cluster is lost: its head has ended or was started again ({reason}); "
+        f"{_kept(request)}",
+        "Start or join a cluster; the same command continues.",
+    )
 
 
 def _kept(request: Request) -> str:
@@ -133,8 +136,10 @@ def connect(address: str) -> None:
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address not in ("auto", "local") and not _answers(address.removeprefix("ray://")):
-        advice = "Give auto on a node of the cluster, HOST:6379, or ray://HOST:10001."
-        raise RefusedError(f"--ray {address}: no Ray cluster answers there", advice)
+        raise RefusedError(
+            f"--ray {address}: no Ray cluster answers there",
+            "Give auto on a node of the cluster, HOST:6379, or ray://HOST:10001.",
+        )
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
@@ -144,12 +149,11 @@ def connect(address: str) -> None:
             include_dashboard=False if address == "local" else None,
         )
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        advice = (
+        raise RefusedError(
+            f"--ray {address}: the Ray cluster cannot be joined: {one_line(error)}",
             "Start a cluster with `ray start --head`, "
-            "or give --ray alone for a new one on this machine."
-        )
-        message = f"--ray {address}: the Ray cluster cannot be joined: {one_line(error)}"
-        raise RefusedError(message, advice) from error
+            "or give --ray alone for a new one on this machine.",
+        ) from error
     # Ray has set its own handler, which ends the process at once.
     signal.signal(signal.SIGTERM, on_terminate)
 
@@ -374,8 +378,10 @@ class RayDriver:
         if self._workers:
             self._last_worker = now()
         elif slots and not usable:
-            advice = "See the logs of the Ray nodes, /tmp/ray/session_latest/logs."
-            raise RecordsFailedError(f"no worker could be started: {self._last_loss}", advice)
+            raise RecordsFailedError(
+                f"no worker could be started: {self._last_loss}",
+                "See the logs of the Ray nodes, /tmp/ray/session_latest/logs.",
+            )
         elif not slots and (not self._is_open or now() - self._last_worker > _PATIENCE):
             kind = "GPU" if self._settings.device == "cuda" else "CPU"
             raise RefusedError(
@@ -456,10 +462,10 @@ class RayDriver:
                 self._lose(worker, error)
             else:
                 self._handle(worker, answer)
+        limit = self._request.worker_timeout
         for worker in list(self._workers):
-            if worker.shard and now() - worker.last_answer > self._request.worker_timeout:
-                silence = f"no answer in {self._request.worker_timeout:g} s (--worker-timeout)"
-                self._lose(worker, TimeoutError(silence))
+            if worker.shard and now() - worker.last_answer > limit:
+                self._lose(worker, TimeoutError(f"no answer in {limit:g} s (--worker-timeout)"))
 
     def _finish_shard(self, worker: WorkerHandle) -> None:
         """Free a worker that has decoded its shard, or replace it after `_most_shards`."""
@@ -513,10 +519,9 @@ class RayDriver:
             load_before=round(psutil.getloadavg()[0], 2),
             **(ready.block | {"threads": self._threads}),
         )
-        slots = slots_of(self._ray.nodes(), self._settings.device, self._threads)
-        workers = max(1, slots.total())
+        devices = slots_of(self._ray.nodes(), self._settings.device, self._threads).total()
         images = len({task.image_index for task in request.plan.tasks})
-        prompts = min(images // (_SHARDS * workers), _PROMPTS)
+        prompts = min(images // (_SHARDS * max(1, devices)), _PROMPTS)
         self._shards = deque(shards_of(request.plan, store.is_done, prompts))
         if self._settings.processes > 1:
             self._most_shards = math.ceil(len(self._shards) / self._settings.processes)
@@ -525,8 +530,7 @@ class RayDriver:
         self._emit(Started.of(request.plan, store.missing(request.plan.tasks)))
 
     def _give(self, worker: WorkerHandle, shard: Plan) -> None:
-        timed = "speed" in self._settings.metrics
-        missing = missing_of(shard, self._store.is_done, timed=timed)
+        missing = missing_of(shard, self._store.is_done, timed="speed" in self._settings.metrics)
         decode = worker.actor.decode.options(num_returns="streaming")
         worker.answer = decode.remote(shard, missing, worker.session, self._threads)
         worker.shard = shard

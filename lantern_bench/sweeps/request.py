@@ -88,14 +88,16 @@ def prepare(
         resolved = load_experiment(source, defaults_of, replace(overrides, values=residuals))
     settings = resolved.settings
     models = {name: model_of(name) for name in settings.model}
+    first = models[settings.model[0]]
     if "prompts" not in settings.model_fields_set:
-        first = models[settings.model[0]]
         settings = settings.model_copy(update={"prompts": next(iter(first.prompt_sets))})
         resolved = replace(resolved, settings=settings)
     check_cells(resolved.cells, models)
     if ray is not None and settings.device not in ("auto", "cpu", "cuda"):
-        message = f"--device {settings.device}: with --ray, Ray gives each worker its device"
-        raise UserError(message, "Give --device cuda, --device cpu, or leave it out.")
+        raise UserError(
+            f"--device {settings.device}: with --ray, Ray gives each worker its device",
+            "Give --device cuda, --device cpu, or leave it out.",
+        )
     protocol = protocol_of(settings.protocol or default_protocol(settings.model))
 
     # 2. The prompts: each model checks them, and all models get the same.
@@ -120,7 +122,7 @@ def prepare(
         plan=plan,
         folder=folder,
         protocol=protocol,
-        prompts=describe_prompts(settings.prompts, models[settings.model[0]], prompts),
+        prompts=describe_prompts(settings.prompts, first, prompts),
         shard=described,
         ray=ray,
         worker_timeout=worker_timeout,
@@ -164,8 +166,7 @@ def plan_table(request: Request) -> tuple[pd.DataFrame, float]:
 
     records = finished_records(request.folder)
     seconds = records["seconds"] + records["pixel_seconds"].fillna(0.0)
-    pace = seconds.groupby(records["cell_id"]).mean()
-    table["s_per_image"] = table["cell"].map(pace)
+    table["s_per_image"] = table["cell"].map(seconds.groupby(records["cell_id"]).mean())
     missing = table[table["to_do"] > 0]
     left = missing["to_do"] * missing["s_per_image"].astype(float)
     return table, float(left.sum(skipna=False))

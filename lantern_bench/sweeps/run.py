@@ -98,7 +98,7 @@ def check_failed(request: Request) -> None:
     """Raise `RecordsFailedError` when images failed."""
     failed = len(request.missing())
     if failed:
-        counts = f"{failed} of {len(request.plan.tasks)} images failed"
         raise RecordsFailedError(
-            f"{counts}; see {request.folder / RECORDS}", "The same command tries them again."
+            f"{failed} of {len(request.plan.tasks)} images failed; see {request.folder / RECORDS}",
+            "The same command tries them again.",
         )

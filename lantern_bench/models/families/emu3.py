@@ -55,8 +55,9 @@ class Emu3(WordModel):
 
     def wording(self) -> Wording:
         """Return a caption with words of praise, then the size of the picture in tokens."""
-        template = f"{{caption}}{_GOOD}{self._size()}"
-        return Wording(template=template, before=(_EMU3_START,), after=())
+        return Wording(
+            template=f"{{caption}}{_GOOD}{self._size()}", before=(_EMU3_START,), after=()
+        )
 
     def unconditional(self, prompt: list[int]) -> list[int]:  # noqa: ARG002
         """Return a list of faults, then the size of the picture."""

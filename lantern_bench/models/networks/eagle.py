@@ -90,7 +90,7 @@ class _Session(CachedSession, DrafterSession):
             positions=positions,
             seen=seen,
         )
-        self._level = self._level + 1
+        self._level += 1
         return self._logits(self._features, positions)
 
     def _forward(

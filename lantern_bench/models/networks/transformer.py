@@ -255,9 +255,9 @@ class Block(nn.Module):
     def __init__(self, config: TransformerConfig, *, input_norm: bool = True) -> None:
         super().__init__()
         self.norm_after = config.norm_after
-        self.attention_norm: nn.Module = nn.Identity()
-        if input_norm:
-            self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm: nn.Module = (
+            nn.RMSNorm(config.dim, config.norm_eps) if input_norm else nn.Identity()
+        )
         self.attention = _Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)

@@ -232,8 +232,9 @@ class VQModel(nn.Module):
 
     def decode(self, quantised: Tensor) -> Tensor:
         """Decode code vectors [B, d, h, w] to pixels [B, 3, H, W], not clamped."""
-        codes = quantised if self.config.code_norms else None
-        return self.decoder(self.post_quant_conv(quantised), codes)
+        return self.decoder(
+            self.post_quant_conv(quantised), quantised if self.config.code_norms else None
+        )
 
     def decode_tokens(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         """Decode token numbers [B, h*w] (row-major) to pixels [B, 3, H, W], not clamped."""

@@ -102,9 +102,9 @@ def words(caption: str) -> list[int]:
     numbers = {word: number for number, word in enumerate(VOCABULARY) if number}
     unknown = [word for word in tokens if word not in numbers]
     if unknown:
-        hint = did_you_mean(unknown[0], numbers)
         raise UserError(
-            f"caption {caption!r}: the bundled model does not know the word {unknown[0]!r}{hint}",
+            f"caption {caption!r}: the bundled model does not know the word {unknown[0]!r}"
+            f"{did_you_mean(unknown[0], numbers)}",
             f"it knows only: {' '.join(sorted(numbers))}; e.g. {ALL_ATTRIBUTES[0].caption()!r}",
         )
     if not 0 < len(tokens) <= MAX_WORDS:

@@ -167,8 +167,8 @@ def prompt_accuracy(
     Returns:
         bool [n].
     """
-    wanted = torch.tensor([item.indices() for item in attributes], dtype=torch.int64)
-    wanted = wanted.reshape(-1, len(FIELDS))
+    indices = [item.indices() for item in attributes]
+    wanted = torch.tensor(indices, dtype=torch.int64).reshape(-1, len(FIELDS))
     device = next(model.parameters()).device
     right = []
     for batch, asked in zip(images.split(_BATCH), wanted.split(_BATCH), strict=True):
