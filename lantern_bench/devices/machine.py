@@ -120,9 +120,13 @@ def gpu_blocks() -> list[dict[str, Any]]:
 
 def _gpu_state(uuid: str) -> dict[str, str | None]:
     """Return driver, clocks and throttling of one GPU, as nvidia-smi prints them."""
-    query = ",".join(_GPU_FIELDS.values())
     answer = _output(
-        ["nvidia-smi", f"--id={uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+        [
+            "nvidia-smi",
+            f"--id={uuid}",
+            f"--query-gpu={','.join(_GPU_FIELDS.values())}",
+            "--format=csv,noheader,nounits",
+        ]
     )
     values = [value.strip() for value in (answer or "").split(",")]
     if len(values) != len(_GPU_FIELDS):
@@ -142,26 +146,24 @@ def device_columns(device: torch.device) -> dict[str, Any]:
 def _device_columns(device: torch.device, _period: int) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        name = properties.name
         identity = str(properties.uuid)
         state = _gpu_state(f"GPU-{properties.uuid}")
-        driver = state["driver"]
-        clock = _whole_number(state["clock_sm_mhz"])
-        clock_max = _whole_number(state["clock_sm_max_mhz"])
+        columns = {
+            "device": properties.name,
+            "driver": state["driver"],
+            "clock_mhz": _whole_number(state["clock_sm_mhz"]),
+            "clock_max_mhz": _whole_number(state["clock_sm_max_mhz"]),
+        }
     else:
-        cpu = _cpu_block()
-        name = cpu["model"]
         identity = f"{platform.node()} {uuid.getnode()}"
-        driver = None
-        clock = cpu["clock_mhz"]
-        clock_max = cpu["clock_max_mhz"]
-    return {
-        "device": name,
-        "device_id": hashlib.sha256(identity.encode()).hexdigest()[:8],
-        "driver": driver,
-        "clock_mhz": clock,
-        "clock_max_mhz": clock_max,
-    }
+        cpu = _cpu_block()
+        columns = {
+            "device": cpu["model"],
+            "driver": None,
+            "clock_mhz": cpu["clock_mhz"],
+            "clock_max_mhz": cpu["clock_max_mhz"],
+        }
+    return columns | {"device_id": hashlib.sha256(identity.encode()).hexdigest()[:8]}
 
 
 def _whole_number(text: str | None) -> int | None:

@@ -163,7 +163,6 @@ def compile_models(models: Iterable[LoadedModel], compute: Compute) -> Note | No
 
 def program_folder(model: LoadedModel, compute: Compute) -> Path:
     """Return where the programs of a model are saved. The name covers all they depend on."""
-    outside = OUTSIDE_RULES | OUTSIDE_DRAFTINGS
     facts = (
         model.name,
         sorted(model.weights.items()),
@@ -174,7 +173,9 @@ def program_folder(model: LoadedModel, compute: Compute) -> Path:
         ENGINE_VERSION,
         torch.__version__,
         processor(),
-        sorted((name, row.fingerprint()) for name, row in outside.items()),
+        sorted(
+            (name, row.fingerprint()) for name, row in (OUTSIDE_RULES | OUTSIDE_DRAFTINGS).items()
+        ),
     )
     digest = hashlib.sha256(repr(facts).encode())
     for folder in _COMPILED_FOLDERS:

@@ -103,8 +103,7 @@ def _modules(model: LoadedModel, dtype: torch.dtype) -> list[tuple[Size, nn.Modu
         if module is not None:
             kind = torch.float32 if part == "tokenizer" else dtype
             count = sum(parameter.numel() for parameter in module.parameters())
-            size = Size(part=part, parameters=count, dtype=kind, bytes=count * kind.itemsize)
-            sized.append((size, module))
+            sized.append((Size(part, count, dtype=kind, bytes=count * kind.itemsize), module))
     return sized
 
 
@@ -182,8 +181,10 @@ def random_model_of_size(
     """
 
     def condition(prompts: Sequence[str]) -> Condition:
-        valid = torch.ones(len(prompts), 1, dtype=torch.bool)
-        return Condition(torch.zeros(len(prompts), dtype=torch.int64), valid)
+        return Condition(
+            values=torch.zeros(len(prompts), dtype=torch.int64),
+            valid=torch.ones(len(prompts), 1, dtype=torch.bool),
+        )
 
     with torch.device("meta"):
         target = TransformerTarget(config, ClassLabel(1, config.dim))

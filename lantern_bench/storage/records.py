@@ -88,27 +88,25 @@ def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) ->
             try:
                 yield Line(number, content, decode(content))
             except (ValueError, RecursionError) as error:
-                problem = _problem_of(error, types, needed)
-                yield Line(number, content, None, problem=problem)
+                yield Line(number, content, None, problem=_problem_of(error, types, needed))
 
 
 def _types(table: str, wanted: Collection[str] | None) -> dict[str, str]:
     """Return the types of the columns to read: of `wanted` ones and those that every row has."""
-    types = {column.name: column.dtype for column in columns(table)}
-    if wanted is None:
-        return types
-    read = {*wanted, *_NEEDED[table]}
-    return {name: kind for name, kind in types.items() if name in read}
+    read = {*(wanted or ()), *_NEEDED[table]}
+    return {
+        column.name: column.dtype
+        for column in columns(table)
+        if wanted is None or column.name in read
+    }
 
 
 def _decoder(types: Mapping[str, str], needed: Collection[str]) -> Callable[[bytes], Any]:
     """Return the parser of a line; runs without a plugin lack the plugin's columns."""
-    fields: list[Any] = []
-    for name, kind in types.items():
-        if name in needed:
-            fields.append((name, str))
-        else:
-            fields.append((name, _PYTHON_TYPES.get(kind, list) | None, None))
+    fields: list[Any] = [
+        (name, str) if name in needed else (name, _PYTHON_TYPES.get(kind, list) | None, None)
+        for name, kind in types.items()
+    ]
     row_type = msgspec.defstruct("Row", fields, gc=False, kw_only=True)
     return msgspec.json.Decoder(row_type).decode
 

@@ -78,8 +78,9 @@ def find_run(name: str | Path) -> Path:
     if len(close) == 1:
         return root / close[0]
     wrong = "several runs start with this" if close else "no such run"
-    listed = ", ".join(close or runs) or "none yet"
-    raise UserError(f"{name}: {wrong}", f"The runs in {root}: {listed}.")
+    raise UserError(
+        f"{name}: {wrong}", f"The runs in {root}: {', '.join(close or runs) or 'none yet'}."
+    )
 
 
 def run_folder(
@@ -93,7 +94,7 @@ def run_folder(
         resume: Whether a directory that has records is continued. Otherwise the first of the names
             with -2, -3, ... that has no records is taken.
     """
-    folder = out if out is not None else results_root() / experiment.run_name
+    folder = out or results_root() / experiment.run_name
     if resume or not (folder / RECORDS).is_file():
         return folder
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))

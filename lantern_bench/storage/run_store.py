@@ -67,8 +67,12 @@ class RunStore(AbstractContextManager["RunStore"]):
         store = cls(folder)
         try:
             if store.finished:
-                wanted = _wanted(experiment) | {"key": key}
-                check_same_run(folder.name, store.manifest, wanted, finished=store.finished)
+                check_same_run(
+                    folder.name,
+                    manifest=store.manifest,
+                    wanted=_wanted(experiment) | {"key": key},
+                    finished=store.finished,
+                )
             store.update_manifest(
                 schema_version=SCHEMA_VERSION,
                 run=folder.name,

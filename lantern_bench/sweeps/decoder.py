@@ -141,8 +141,7 @@ class Decoder:
             and session["again_seconds"] <= _MAX_REPEAT_SHARE * session["first_seconds"]
         ):
             images = decode_batch(model, batch, self.compute)
-            pairs = zip(first, images, strict=True)
-            if not all(torch.equal(a.tokens, b.tokens) for a, b in pairs):
+            if not all(torch.equal(a.tokens, b.tokens) for a, b in zip(first, images, strict=True)):
                 if self.compute.device.type == "cpu":
                     raise RuntimeError("decoding a disturbed image again gave other tokens")
                 break  # uncompiled steps of a GPU may round differently; the first attempt counts

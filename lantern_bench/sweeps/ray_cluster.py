@@ -82,10 +82,10 @@ def drive(request: Request, emit: Emit) -> None:
     import ray
 
     address = request.ray if request.ray != DEFAULT_CLUSTER else os.environ.get("RAY_ADDRESS")
+    doing = "starting a Ray cluster on this machine"
     if address:
-        emit(Note(f"joining the Ray cluster {address}"))
-    else:
-        emit(Note("starting a Ray cluster on this machine"))
+        doing = f"joining the Ray cluster {address}"
+    emit(Note(doing))
     connect(address or "local")
     try:
         RayDriver(ray, request, emit).run()

@@ -246,12 +246,12 @@ def read_own_table(path: Path, codes: int) -> Tensor:
     Raises:
         UserError: The file is malformed.
     """
-    read: Any
     try:
-        if path.suffix == ".safetensors":
-            read = load_arrays(path)
-        else:
-            read = np.load(path, allow_pickle=False)
+        read: Any = (
+            load_arrays(path)
+            if path.suffix == ".safetensors"
+            else np.load(path, allow_pickle=False)
+        )
         table = read if isinstance(read, np.ndarray) else read["nearest"]
     except (OSError, ValueError, KeyError, TypeError, EOFError, SafetensorError) as error:
         raise UserError(

@@ -77,8 +77,7 @@ class Emu3(WordModel):
         """Return the key map of a Llama. The head may be the embedding (tied)."""
         from lantern_bench.models.checkpoints.key_map import LLAMA, llama_key_map, rows_of_tokens
 
-        names = {**LLAMA, "model.": "model.text_model."}
-        keys = llama_key_map(target, target.config, names)
+        keys = llama_key_map(target, target.config, {**LLAMA, "model.": "model.text_model."})
         head = "lm_head.weight"
         if head not in checkpoint:
             head = "model.text_model.embed_tokens.weight"

@@ -48,8 +48,9 @@ def prompt_condition(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Co
     rows = [
         torch.tensor(prompt, dtype=torch.int64) for prompt in itertools.chain.from_iterable(pairs)
     ]
-    padded = pad_sequence(rows, batch_first=True, padding_value=-1.0, padding_side="left")
-    values = padded.unflatten(0, (-1, 2))
+    values = pad_sequence(
+        rows, batch_first=True, padding_value=-1.0, padding_side="left"
+    ).unflatten(0, (-1, 2))
     return Condition(values.masked_fill(values < 0, 1), values >= 0)
 
 
@@ -287,8 +288,7 @@ class CachedSession:
 
     def _start(self, condition: Condition, prefix: int) -> Tensor:
         """Reset the session for a new image. Return the visible positions, bool [rows, P]."""
-        valid = condition.valid.to(self.cache.rows.device)
-        visible = visible_rows(valid, self.cache.groups)
+        visible = visible_rows(condition.valid.to(self.cache.rows.device), self.cache.groups)
         self.cache.lengths.zero_()
         self._prefix.fill_(prefix)
         self._padding.copy_(padding_of(visible, self._config))
@@ -455,7 +455,6 @@ class TransformerTarget(CachedTarget):
     def features_without_cache(self, condition: Condition, tokens: Tensor) -> Tensor:
         """Return the features [2B, N, dim] that predict int64 [B, N], conditional rows first."""
         x = self.prefix(condition, guided=True)
-        first = x.shape[1] - 1
         embedded = self.transformer.tok_embeddings(tokens[:, :-1])
         x = torch.cat([x, embedded.repeat(2, 1, 1)], dim=1)
 
@@ -463,4 +462,4 @@ class TransformerTarget(CachedTarget):
         visible = visible_rows(condition.valid.to(x.device), 2)
         mask = prefix_mask(visible, length).to(x.dtype)
         features = self.transformer(x, mask, positions_of(visible, length, self.config))
-        return features[:, first:]
+        return features[:, -tokens.shape[1] :]

@@ -180,10 +180,8 @@ class _Half(nn.Module):
 
     def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
         x = self.conv_in(x)
-        blocks = [*self.conv_blocks, *self.mid]
-        if self.up:
-            blocks = [*self.mid, *self.conv_blocks]
-        for block in blocks:
+        parts = [self.mid, self.conv_blocks] if self.up else [self.conv_blocks, self.mid]
+        for block in itertools.chain(*parts):
             x = block(x, codes)
         return self.conv_out(functional.silu(self.norm_out(x, codes)))
 
