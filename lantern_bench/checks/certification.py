@@ -108,8 +108,12 @@ def certify(plan: CertificationPlan, folder: Path, emit: Emit) -> dict[str, Rows
         seconds.append(trial.images * of_image)
     total_seconds = sum(seconds)
     on_tables = sum(not trial.dtype for trial in trials)
-    counts = f"{on_tables} on tables, {len(trials) - on_tables} with {plan.model}"
-    emit(Note(f"{len(trials)} trials ({counts}): about {duration(total_seconds)}"))
+    emit(
+        Note(
+            f"{len(trials)} trials ({on_tables} on tables, {len(trials) - on_tables} with "
+            f"{plan.model}): about {duration(total_seconds)}"
+        )
+    )
     label = "audit" if plan.claims else "certificate"
     before = 0.0
 
@@ -127,8 +131,10 @@ def certify(plan: CertificationPlan, folder: Path, emit: Emit) -> dict[str, Rows
     # 3. Make the tables.
     tables: dict[str, Rows] = {}
     if plan.claims:
-        by_claim = groupby(results, attrgetter("claim"))  # its trials follow each other
-        audited = [(claim, list(of_claim)) for claim, of_claim in by_claim]
+        # The trials of a claim follow each other.
+        audited = [
+            (claim, list(of_claim)) for claim, of_claim in groupby(results, attrgetter("claim"))
+        ]
         tables["audit"], tables["lossless_tests"] = audit_rows(plan.model, audited)
     else:
         tables["certificate"], tables["lossless_tests"] = trial_rows(plan.model, results)
@@ -176,12 +182,11 @@ def rejection_level(trials: Sequence[Trial]) -> float:
     It is the level of the certificate divided by the number of tests of the trials that are not
     broken (Bonferroni's correction).
     """
-    counts = [
+    return LEVEL / sum(
         image_tests.TESTS if trial.dtype else tabular_model.TESTS
         for trial in trials
         if trial.broken is None
-    ]
-    return LEVEL / sum(counts)
+    )
 
 
 def run_trial(
@@ -298,18 +303,20 @@ def _write(
     for name, rows in tables.items():
         write_csv(frame(name, rows), folder / f"{name}.csv")
     settings = plan.resolved.settings
-    measurement = {
-        "model": plan.model,
-        "weights": dict(model.weights),
-        "seed": settings.seed,
-        "prompts": settings.prompts,
-        "samples": plan.samples,
-        "thorough": plan.is_thorough,
-        "device": compute.device.type,
-        "dtype": compute.dtype_name,
-        "packages": package_versions(),
-    }
-    write_json(folder / "measurement.json", measurement)
+    write_json(
+        folder / "measurement.json",
+        {
+            "model": plan.model,
+            "weights": dict(model.weights),
+            "seed": settings.seed,
+            "prompts": settings.prompts,
+            "samples": plan.samples,
+            "thorough": plan.is_thorough,
+            "device": compute.device.type,
+            "dtype": compute.dtype_name,
+            "packages": package_versions(),
+        },
+    )
 
 
 # ---- Rows of the tables
@@ -364,16 +371,17 @@ def _test_rows(model: str, results: Sequence[TrialResult]) -> Rows:
     rows = []
     for result in results:
         for test, p in result.p_values.items():
-            row = Row(
-                model=model,
-                setting=result.setting,
-                test=test,
-                p_value=p,
-                images=result.images,
-                tokens=result.tokens,
-                edge_tokens=result.edge,
+            rows.append(
+                Row(
+                    model=model,
+                    setting=result.setting,
+                    test=test,
+                    p_value=p,
+                    images=result.images,
+                    tokens=result.tokens,
+                    edge_tokens=result.edge,
+                )
             )
-            rows.append(row)
     return add_holm_p_values(rows, "p_value", into="p_holm")
 
 
@@ -401,7 +409,7 @@ def power_rows(model: str, results: Sequence[TrialResult], level: float) -> Rows
         needed = None
         # The smallest of several p-values is often below 0.05 by chance.
         if level <= p < _SEEN / len(result.p_values):
-            z_ratio = float(norm.isf(level / 2) / norm.isf(p / 2))
+            z_ratio = norm.isf(level / 2) / norm.isf(p / 2)
             needed = round(result.images * z_ratio**2)
         rows.append(
             Row(
@@ -512,7 +520,6 @@ def identity_row(
         notes.append("near-ties (rounding may choose either): " + ", ".join(near_ties))
     if others:
         notes.append("different: " + ", ".join(others))
-    share = proportion(differences.count(None), len(differences))
     return Row(
         model=model,
         check="greedy identity",
@@ -521,8 +528,8 @@ def identity_row(
         n=len(differences),
         wanted="equal, or a near-tie",
         passed=_verdict(holds=not others),
-        note="; ".join(notes) or None,
-        **share.columns("measured"),
+        note=join_notes(notes),
+        **proportion(differences.count(None), len(differences)).columns("measured"),
     )
 
 

@@ -147,8 +147,11 @@ class _Images:
         self.prompts = [prompts[0], prompts[-1]]
         words = prompts[0].split()
         # Two prompts as long as the first one, and the last one.
-        turned = [" ".join(words[1:] + words[:1]), " ".join(reversed(words))]
-        self.other_prompts = [*turned, prompts[-1]]
+        self.other_prompts = [
+            " ".join(words[1:] + words[:1]),
+            " ".join(reversed(words)),
+            prompts[-1],
+        ]
         for _ in model.prepare([*self.prompts, *self.other_prompts]):
             pass
         self.conditions = [model.condition([text]) for text in self.prompts]
@@ -188,9 +191,12 @@ def _check_logits(images: _Images, reference: Reference | None, tolerance: float
     most = model.target.image_tokens
     vocab_size = model.target.vocab_size
     if length > most or lowest < 0 or highest >= vocab_size or width != vocab_size:
-        theirs = f"{length} tokens from {lowest} to {highest} and {width} logits per token"
-        ours = f"an image here has {most} tokens, from 0 to {vocab_size - 1}"
-        return Check("logits", "fail", about=f"{source} has {theirs}; {ours}")
+        return Check(
+            "logits",
+            "fail",
+            about=f"{source} has {length} tokens from {lowest} to {highest} and {width} logits per "
+            f"token; an image here has {most} tokens, from 0 to {vocab_size - 1}",
+        )
     ours_along = _score(
         target=model.target,
         condition=reference.condition,
@@ -279,8 +285,12 @@ def _check_forced_tokens(images: _Images) -> Check:
     expected = total - height * width
     count = int((images.forced_tokens >= 0).sum())
     if count != expected:
-        codes = f"an image has {total} tokens and {height}x{width} codes"
-        return Check(check, "fail", about=f"{codes}, but {count} forced tokens")
+        return Check(
+            check,
+            "fail",
+            about=f"an image has {total} tokens and {height}x{width} codes, "
+            f"but {count} forced tokens",
+        )
     if not expected:
         return Check(check, "pass", about="the image has none")
 
@@ -301,8 +311,7 @@ def _check_guidance(images: _Images, tolerance: float) -> Check:
     """Check that the prompt moves the conditional row, and that neither row needs the other."""
     check = "guidance"
     if any(len(rows) == 1 for rows in images.chains):
-        about = "a guided session gives no logits without the prompt"
-        return Check(check, "fail", about=about)
+        return Check(check, "fail", about="a guided session gives no logits without the prompt")
     moved = list(_moved_by_prompt(images))
     if not moved:
         return Check(check, "none", about="needs two different prompts")
@@ -310,8 +319,9 @@ def _check_guidance(images: _Images, tolerance: float) -> Check:
     cond_gap, uncond_gap = min(moved, key=lambda gaps: min(gaps) / max(*gaps, 1e-12))
     moves = f"another prompt moves logits by {cond_gap:.2g} with it and {uncond_gap:.2g} without it"
     if not cond_gap > uncond_gap:
-        about = f"{moves}: rows swapped?"
-        return Check(check, "fail", error=uncond_gap, limit=cond_gap, about=about)
+        return Check(
+            check, "fail", error=uncond_gap, limit=cond_gap, about=f"{moves}: rows swapped?"
+        )
 
     gaps: Gaps = {}
     zero = images.zero
@@ -349,8 +359,11 @@ def _check_codebook(images: _Images) -> Check:
     if codes is None:
         return Check(check, "none", about="the model has no tokenizer")
     if len(codes) != images.target.n_codes:
-        about = f"{len(codes)} rows, and {images.target.n_codes} tokens can be chosen"
-        return Check(check, "fail", about=about)
+        return Check(
+            check,
+            "fail",
+            about=f"{len(codes)} rows, and {images.target.n_codes} tokens can be chosen",
+        )
     if len(codes) < _FEWEST_CODES:
         return Check(check, "none", about=f"{len(codes)} codes are too few to compare")
     chosen = torch.randperm(len(codes), generator=images.generator)[:_PICTURES]
@@ -378,11 +391,13 @@ def _check_codebook(images: _Images) -> Check:
         alternative="greater",
         random_state=images.generator.initial_seed(),
     )
-    about = (
-        f"distances of codes and of their pictures: rank correlation {test.statistic:.2f}; "
-        "p against other orders of rows"
+    return _bounded(
+        check,
+        float(test.pvalue),
+        _CODEBOOK_LEVEL,
+        about="distances of codes and of their pictures: rank correlation "
+        f"{test.statistic:.2f}; p against other orders of rows",
     )
-    return _bounded(check, float(test.pvalue), _CODEBOOK_LEVEL, about=about)
 
 
 def _pictures_of(images: _Images, chosen: Tensor, n_codes: int) -> Tensor:
@@ -418,8 +433,7 @@ def _rows(scores: Logits) -> Rows:
 
 def _gaps(name: str, ours: Rows, theirs: Rows) -> Gaps:
     """The gap of each row that both have."""
-    rows = zip(_ROW_NAMES, ours, theirs, strict=False)
-    return {name + row: _gap(a, b) for row, a, b in rows}
+    return {name + row: _gap(a, b) for row, a, b in zip(_ROW_NAMES, ours, theirs, strict=False)}
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:
@@ -428,13 +442,13 @@ def _gap(ours: Tensor, theirs: Tensor) -> float:
     Infinite where only one of them makes a token impossible.
     """
     if ours.shape != theirs.shape:
-        return float("inf")
+        return torch.inf
     ours = ours.float().cpu()
     theirs = theirs.float().cpu()
     low = torch.finfo(torch.float16).min
     is_possible = ours > low
     if ours.isnan().any() or not is_possible.equal(theirs > low):
-        return float("inf")
+        return torch.inf
     if not is_possible.any():
         return 0.0
     difference = (ours - theirs)[is_possible].abs().max()
@@ -451,5 +465,4 @@ def _compared(check: str, gaps: Gaps, tolerance: float, *, about: str) -> Check:
 
 def _bounded(check: str, error: float, limit: float, *, about: str) -> Check:
     """The row of a check that passes if its error is at most the limit."""
-    result: Literal["pass", "fail"] = "pass" if error <= limit else "fail"
-    return Check(check, result, error=error, limit=limit, about=about)
+    return Check(check, "pass" if error <= limit else "fail", error=error, limit=limit, about=about)

@@ -70,7 +70,7 @@ def check_run(folder: Path) -> RunCheck:
     broken = set()
     for row in pictured if has_pictures else ():
         damage = _damage(folder / row.image, row.image_sha256)
-        if damage is not None:
+        if damage:
             broken.add(row.record_key)
             problems.append(Problem(row.image, damage))
 
@@ -78,13 +78,26 @@ def check_run(folder: Path) -> RunCheck:
     try:
         problems += _plan_problems(_plan_of(manifest), manifest, records.values())
     except LanternError as error:
-        problem = f"its images cannot be counted: {error.message}"
-        problems.append(Problem("manifest.json", problem, repairable=False))
-    of_images = [row for row in score_rows if row.level in ("image", "tokens")]
-    orphans = sum(row.record_key not in records for row in of_images)
+        problems.append(
+            Problem(
+                "manifest.json",
+                f"its images cannot be counted: {error.message}",
+                repairable=False,
+            )
+        )
+    orphans = [
+        row
+        for row in score_rows
+        if row.level in ("image", "tokens") and row.record_key not in records
+    ]
     if orphans:
-        problem = f"{orphans} rows score images that have no record"
-        problems.append(Problem(SCORES, problem, repairable=False))
+        problems.append(
+            Problem(
+                SCORES,
+                f"{len(orphans)} rows score images that have no record",
+                repairable=False,
+            )
+        )
 
     # 4. Tables, against the records.
     if lines_are_undamaged and records:
@@ -174,10 +187,16 @@ def _plan_problems(
             lost[task.cell.cell_id, "failed"] += 1
         key = record_key(task, manifest["key"])
         if row.record_key != key:
-            problem = f"{task.image}: record key {row.record_key}, its settings give {key}"
-            yield Problem(RECORDS, problem, repairable=False)
+            yield Problem(
+                RECORDS,
+                f"{task.image}: record key {row.record_key}, its settings give {key}",
+                repairable=False,
+            )
     for (cell_id, words), count in lost.items():
         yield Problem(RECORDS, f"{cell_id}: {count} of {wanted[cell_id]} images {words}")
     if recorded:
-        problem = f"{len(recorded)} records belong to no image of the experiment"
-        yield Problem(RECORDS, problem, repairable=False)
+        yield Problem(
+            RECORDS,
+            f"{len(recorded)} records belong to no image of the experiment",
+            repairable=False,
+        )

@@ -126,5 +126,8 @@ def claim_of(cell: Cell) -> Claim:
         if all(decoding.value(key) == value for key, value in variant.items()):
             values |= variant
             break
-    form = ", ".join(f"{key} {value}" for key, value in values.items())
-    return Claim(cell, form, source)
+    return Claim(
+        cell,
+        form=", ".join(f"{key} {value}" for key, value in values.items()),
+        source=source,
+    )

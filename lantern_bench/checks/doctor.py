@@ -81,11 +81,11 @@ def examine(device: str = "auto") -> Iterator[Finding]:
         "torch": _torch,
         "device": partial(_device, device),
     }
-    needed = ("torch", "device")
     for name, check in checks.items():
         for finding in _guarded(name, check):
             yield finding
-            if finding.state == "fail" and finding.check in needed:
+            # Nothing else can run without these two.
+            if finding.state == "fail" and finding.check in ("torch", "device"):
                 return
 
     from lantern_bench.devices.compute import choose_compute
@@ -125,11 +125,14 @@ def _scarce(check: str, free: float, enough: float, *, result: str, fix: str) ->
 def _package() -> Iterator[Finding]:
     from lantern_bench import __version__
 
-    system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    result = f"lantern-bench {__version__}, Python {platform.python_version()}, {system}"
-    yield Finding("package", "ok", result)
-    names = [name for name in os.environ if name.upper() in _OF_NETWORK]
-    listed = ", ".join(sorted(names)) or "no variable"
+    yield Finding(
+        "package",
+        "ok",
+        f"lantern-bench {__version__}, Python {platform.python_version()}, "
+        f"{platform.system()} {platform.release()} {platform.machine()}",
+    )
+    names = [name for name in sorted(os.environ) if name.upper() in _OF_NETWORK]
+    listed = ", ".join(names) or "no variable"
     yield Finding("network", "ok", f"set: {listed}; nothing was contacted")
 
 
@@ -180,16 +183,18 @@ def _disk() -> Iterator[Finding]:
             tempfile.TemporaryFile(dir=existing).close()
         except OSError as error:
             # Without a cache everything works, and is computed again.
-            state: State = "warning" if name == "cache" else "fail"
-            result = f"{shown}: cannot be written: {error.strerror}"
-            yield Finding(check, state, result, fix=f"Choose another: {variable}.")
+            yield Finding(
+                check,
+                "warning" if name == "cache" else "fail",
+                f"{shown}: cannot be written: {error.strerror}",
+                fix=f"Choose another: {variable}.",
+            )
             continue
-        result = f"{shown}: writable, {free / _GB:.1f} GB free"
         yield _scarce(
             check,
             free,
             _ENOUGH_DISK,
-            result=result,
+            result=f"{shown}: writable, {free / _GB:.1f} GB free",
             fix=f"Make room, or choose another: {variable}.",
         )
 
@@ -245,9 +250,12 @@ def _device(device: str) -> Iterator[Finding]:
 
     machine = machine_block()
     cpu = machine["cpu"]
-    cores = f"{cpu['usable_cores']} of {cpu['logical_cores']} cores usable"
-    threads = f"torch uses {cpu['torch_threads']} threads"
-    yield Finding("CPU", "ok", f"{cpu['model']}, {cores}, {cpu['capability']}, {threads}")
+    yield Finding(
+        "CPU",
+        "ok",
+        f"{cpu['model']}, {cpu['usable_cores']} of {cpu['logical_cores']} cores usable, "
+        f"{cpu['capability']}, torch uses {cpu['torch_threads']} threads",
+    )
     for number, gpu in enumerate(machine["gpus"]):
         yield _gpu_finding(number, gpu)
     if not machine["gpus"] and shutil.which("nvidia-smi"):
@@ -255,11 +263,18 @@ def _device(device: str) -> Iterator[Finding]:
         fix = "install a torch that is built for CUDA."
         if torch.version.cuda:
             fix = "update the driver, or attach a GPU."
-        result = "nvidia-smi is installed, and torch finds no GPU"
-        yield Finding("GPU", "warning", result, fix=f"To use a GPU: {fix}")
+        yield Finding(
+            "GPU",
+            "warning",
+            "nvidia-smi is installed, and torch finds no GPU",
+            fix=f"To use a GPU: {fix}",
+        )
     compute = choose_compute(device)
-    result = f"--device {device} is {compute.device}, with --dtype auto {compute.dtype_name}"
-    yield Finding("device", "ok", result)
+    yield Finding(
+        "device",
+        "ok",
+        f"--device {device} is {compute.device}, with --dtype auto {compute.dtype_name}",
+    )
 
 
 def _gpu_finding(number: int, gpu: Mapping[str, Any]) -> Finding:
@@ -300,11 +315,10 @@ def _compiler(device: torch.device) -> Iterator[Finding]:
     yield _warned("compiler", problem or trial, fix=fix, is_fine=problem is None)
     if device.type == "cpu":
         is_built = build_kernels()
-        fix = "Compiled decoding uses torch's instead, more slowly."
         yield _warned(
             "kernels",
             "built" if is_built else "not built: they need a C++ compiler, AVX2 and torch 2.10",
-            fix=fix,
+            fix="Compiled decoding uses torch's instead, more slowly.",
             is_fine=is_built,
         )
 
@@ -317,8 +331,11 @@ def _bundled(device: torch.device) -> Iterator[Finding]:
     model = model_of("lanterns").load(device, torch.float32)
     images = model.draw(torch.zeros(1, model.target.image_tokens, dtype=torch.int64))
     hashes = ", ".join(f"{part} {digest[:8]}" for part, digest in model.weights.items())
-    size = f"{images.shape[1]} x {images.shape[2]}"
-    yield Finding("bundled model", "ok", f"loads and draws {size} pixels: {hashes}")
+    yield Finding(
+        "bundled model",
+        "ok",
+        f"loads and draws {images.shape[1]} x {images.shape[2]} pixels: {hashes}",
+    )
 
 
 def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
@@ -372,8 +389,7 @@ def _compared(
 
     eager, compiled, *graphs = images.values()
     if any(not compiled.tokens.equal(image.tokens) for image in graphs):
-        result = "graphs give other tokens than compiled"
-        return Finding(check, "fail", result, fix=_WRONG)
+        return Finding(check, "fail", "graphs give other tokens than compiled", fix=_WRONG)
     same = int((eager.tokens == compiled.tokens).long().cumprod(0).sum())
     total = len(eager.tokens)
     if same < total:

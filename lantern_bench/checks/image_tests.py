@@ -97,10 +97,9 @@ def evidence(
     """
     p = decoding_probabilities(logits, decoding).double()
     for distributions in (p, q):
-        if distributions is not None and bool(broken_distributions(distributions).any()):
+        if distributions is not None and broken_distributions(distributions).any():
             raise LogitsError("a forward over finished images gives logits that are no numbers")
     passes, fails = _sure(logits, p, decoding, tolerance=tolerance)
-    at_edge = _edge_probability(logits, passes, fails, decoding=decoding, tolerance=tolerance)
     p = _restricted(p, passes)
     x = tokens[..., None]
     outside = ~passes.gather(-1, x)
@@ -117,7 +116,7 @@ def evidence(
     }
     columns = {
         "ratio": torch.where(outside, 1.0, (drafted / p).gather(-1, x)),
-        "at_edge": at_edge,
+        "at_edge": _edge_probability(logits, passes, fails, decoding=decoding, tolerance=tolerance),
         "impossible": impossible,
         "edge": outside & ~impossible,
     }
@@ -253,12 +252,12 @@ def p_values(images: Evidence, depth: int) -> dict[str, float]:
         depth: Levels of its drafts.
     """
     sums = {"surprise": (images.surprise, images.surprise_var)}
-    has_drafter = bool((images.lean_var > 0).any())
+    has_drafter = (images.lean_var > 0).any()
     if has_drafter:
         sums["bias toward the drafter"] = (images.lean, images.lean_var)
     tests = {
         "support": float(not images.impossible.any()),
-        "edge": float(poisson.sf(int(images.edge.sum()) - 1, float(images.at_edge.sum()))),
+        "edge": float(poisson.sf(images.edge.sum() - 1, images.at_edge.sum())),
     }
     for name, (values, variances) in sums.items():
         tests[name] = _martingale(values, variances)

@@ -142,9 +142,8 @@ class _TargetSession(TargetSession):
         self.state = torch.where(counts > 0, states, self.state)
 
     def _scores(self, states: Tensor) -> Logits:
-        features = states[..., None].float()
         uncond = self.model.p[1, states] if self.guided else None
-        return Logits(self.model.p[0, states], uncond, features)
+        return Logits(self.model.p[0, states], uncond, features=states[..., None].float())
 
 
 @dataclass
@@ -243,12 +242,13 @@ def table_images(
     tokens = []
     for start in range(0, len(images), _BATCH):
         batch = images[start : start + _BATCH]
-        seeds = [record_seed(seed, "tables", image) for image in batch]
         decoded = decode(
             model=model,
             condition=None,
             decoding=decoding,
-            generators=image_generators(model, seeds),
+            generators=image_generators(
+                model, [record_seed(seed, "tables", image) for image in batch]
+            ),
             engine=engine,
             rule=rule,
         )
@@ -299,13 +299,14 @@ def g_tests(decoding: Decoding, tokens: Tensor) -> tuple[dict[str, float], tuple
     pair = window(0, _WINDOW - 1)
     start, *later = [window(first, _WINDOW) for first in range(tokens.shape[1] - _WINDOW + 1)]
     smallest = min(window.p_value for window in later)
-    alike = int((start.combinations[:-1:2] == start.combinations[1::2]).sum())
-    pairs = len(tokens) // 2
+    alike = (start.combinations[:-1:2] == start.combinations[1::2]).sum()
     tests = {
         "first tokens": pair.p_value,
         "joint of the first tokens": start.p_value,
         "later windows": min(1.0, smallest * len(later)),
-        "images of a batch": float(binom.sf(alike - 1, pairs, (start.expected**2).sum())),
+        "images of a batch": float(
+            binom.sf(alike - 1, len(tokens) // 2, (start.expected**2).sum())
+        ),
     }
     worst = min([start, *later], key=lambda window: window.p_value)
     return tests, _distances(worst)
@@ -334,8 +335,8 @@ def _g_test(counts: NDArray[Any], expected: NDArray[Any]) -> float:
     order = np.argsort(expected)
     wanted = expected[order] * counts.sum()
     seen = counts[order]
-    too_few = int(np.searchsorted(wanted, _FEWEST))
-    enough_together = int(np.searchsorted(wanted.cumsum(), _FEWEST)) + 1
+    too_few = np.searchsorted(wanted, _FEWEST)
+    enough_together = np.searchsorted(wanted.cumsum(), _FEWEST) + 1
     rare = max(too_few, enough_together)
     merged_seen = np.append(seen[:rare].sum(), seen[rare:])
     merged_wanted = np.append(wanted[:rare].sum(), wanted[rare:])

@@ -260,9 +260,13 @@ def broken_trials(trial: Trial) -> list[Trial]:
         "residual left out": partial(without_residual, accept=accept),
         "a draft accepted once too often in 50": partial(accepted_too_often, accept=accept),
     }
-    several = replace(trial, images=_BROKEN_FACTOR * trial.images)
     return [
-        replace(several, broken=name, rule=ConfiguredRule(tree_rule(name)(code)))
+        replace(
+            trial,
+            images=_BROKEN_FACTOR * trial.images,
+            broken=name,
+            rule=ConfiguredRule(tree_rule(name)(code)),
+        )
         for name, code in mistakes.items()
     ]
 
@@ -276,8 +280,11 @@ def without_residual(children: Children, rule: ConfiguredRule, accept: Accept) -
         accept: The function that decides on the drafts.
     """
     p = children.p.clone()
-    exhausted = torch.zeros_like(children.offered[:, 0])
-    return replace(accept(children, rule), residual=p, exhausted=exhausted)
+    return replace(
+        accept(children, rule),
+        residual=p,
+        exhausted=torch.zeros_like(children.offered[:, 0]),
+    )
 
 
 def accepted_too_often(children: Children, rule: ConfiguredRule, accept: Accept) -> Acceptance:

@@ -131,8 +131,9 @@ def check_run(
         pictures = f"{checked.pictures} pictures"
         if checked.pictures is None:
             pictures = "no pictures (left out when the run was copied)"
-        counts = f"{checked.records} records, {pictures} and {checked.scores} scores"
-        console.say(f"{counts} are undamaged")
+        console.say(
+            f"{checked.records} records, {pictures} and {checked.scores} scores are undamaged"
+        )
         return
 
     table = pd.DataFrame(problems)
@@ -141,13 +142,16 @@ def check_run(
     repairable = sum(problem.repairable for problem in problems)
     if repair and repairable:
         dropped = run_checks.repair_run(run, checked)
-        rest = "the command that started the run makes the rest again"
-        console.say(f"{dropped} lines dropped, tables written; {rest}")
+        console.say(
+            f"{dropped} lines dropped, tables written; "
+            "the command that started the run makes the rest again"
+        )
     if repair and repairable == len(problems):
         return
     advice = f"`lantern-bench check-run {run} --repair` and the same sweep make {repairable} again."
-    can_repair = repairable and not repair
-    raise CheckFailedError(f"{run}: {len(problems)} problems", advice if can_repair else None)
+    raise CheckFailedError(
+        f"{run}: {len(problems)} problems", advice if repairable and not repair else None
+    )
 
 
 # ---- certify
@@ -260,8 +264,10 @@ def certify(
     console.say(f"tables: {folder}")
     weak = failures(tables[checks], "weak")
     if weak:
-        message = f"{len(weak)} checks show too little: {'; '.join(weak)}"
-        console.warn(message, "Give more --samples, or --dtype float32.")
+        console.warn(
+            f"{len(weak)} checks show too little: {'; '.join(weak)}",
+            "Give more --samples, or --dtype float32.",
+        )
     missed = [
         f"{row['fault']} ({row['setting']})"
         for row in tables.get("power", [])

@@ -104,8 +104,10 @@ def generate(
     set_threads(chosen.threads)
     compute = choose_compute(chosen.device, chosen.dtype)
     if random_weights:
-        weights = f"the weights of {model} are random (seed {chosen.seed}, {compute.dtype_name})"
-        console.warn(f"{weights}, and so are its caption features: the picture means nothing")
+        console.warn(
+            f"the weights of {model} are random (seed {chosen.seed}, {compute.dtype_name}), "
+            "and so are its caption features: the picture means nothing"
+        )
         generator = torch.Generator(compute.device).manual_seed(chosen.seed)
         loaded = random_model(
             model, device=compute.device, dtype=compute.dtype, generator=generator
@@ -138,11 +140,13 @@ def generate(
 def _check_out(out: Path, *, force: bool) -> None:
     """Raise the error of a picture file that cannot be written, or is there already."""
     if out.suffix.lower() != ".png":
-        advice = f"For example {out.stem or 'picture'}.png."
-        raise UserError(f"--out {out}: must end with .png", advice)
+        raise UserError(
+            f"--out {out}: must end with .png", f"For example {out.stem or 'picture'}.png."
+        )
     if out.exists() and not force:
-        advice = "Give another name, or --force to overwrite it."
-        raise RefusedError(f"--out {out}: is there already", advice)
+        raise RefusedError(
+            f"--out {out}: is there already", "Give another name, or --force to overwrite it."
+        )
     check_writable(out.absolute().parent)
 
 
@@ -160,9 +164,12 @@ def _row(
         decoding=task.cell.decoding,
     )
     columns = image.columns(1)
-    figures = {name: columns[name] for name in _FIGURES}
-    start = {"cell_id": task.cell.cell_id, "image": task.image_index}
-    return {**start, **figures, "distance": distance_of_image(sums)}
+    return {
+        "cell_id": task.cell.cell_id,
+        "image": task.image_index,
+        **{name: columns[name] for name in _FIGURES},
+        "distance": distance_of_image(sums),
+    }
 
 
 def _decodable(cells: Sequence[Cell], model: LoadedModel, console: Console) -> list[Cell]:

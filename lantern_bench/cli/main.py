@@ -48,8 +48,24 @@ _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 app = command_group(name="lantern-bench", pretty_exceptions_enable=False, epilog=_EPILOG)
 app.command(cls=Command, epilog=_EXAMPLES)(sweep)
 app.command("reproduce", cls=Command, help=REPRODUCE_HELP)(sweep)
-_RUNS = (merge, score, show, curves, compare, recommend, report, predict, certify)
-for command in (*_RUNS, generate, models, experiments, profile, check_model, check_run, doctor):
+for command in (
+    merge,
+    score,
+    show,
+    curves,
+    compare,
+    recommend,
+    report,
+    predict,
+    certify,
+    generate,
+    models,
+    experiments,
+    profile,
+    check_model,
+    check_run,
+    doctor,
+):
     app.command(cls=Command)(command)
 app.add_typer(train)
 app.add_typer(weights)
@@ -121,7 +137,6 @@ def _run(arguments: Sequence[str]) -> int:
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     flags = [word for word in arguments[:end] if word in _GLOBAL]
     words = _with_cluster([word for word in arguments[:end] if word not in _GLOBAL])
-    debug = "--debug" in flags
     try:
         program = _program(all_flags="--help-all" in words)
         words = ["--help" if word == "--help-all" else word for word in words]
@@ -131,14 +146,18 @@ def _run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if debug:
+        if "--debug" in flags:
             traceback.print_exc()
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            message = f"{str(error.filename)[:60]}...: the name is too long for the file system"
-            error = UserError(message, "Give a shorter path.")
+            error = UserError(
+                f"{str(error.filename)[:60]}...: the name is too long for the file system",
+                "Give a shorter path.",
+            )
         elif not isinstance(error, LanternError):
-            advice = "This is a bug in lantern-bench; --debug shows where it happened."
-            error = LanternError(f"internal: {type(error).__name__}: {error}", advice)
+            error = LanternError(
+                f"internal: {type(error).__name__}: {error}",
+                "This is a bug in lantern-bench; --debug shows where it happened.",
+            )
         error.message = _as_typed(error.message, words)
         Console().error(error)
         return error.exit_code

@@ -108,22 +108,25 @@ def show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame:
     settings = resolved.settings
     decodings = [cell.decoding for cell in resolved.cells]
     compute = choose_compute(settings.device, settings.dtype)
-    sizes = sizes_of(
-        meta_model(settings.model[0]),
-        compute.dtype,
-        guided=any(decoding.cfg_scale != 1 for decoding in decodings),
-        nodes=max(1 + decoding.draft_nodes for decoding in decodings),
-        batch=max(settings.batch),
+    table = pd.DataFrame(
+        sizes_of(
+            meta_model(settings.model[0]),
+            compute.dtype,
+            guided=any(decoding.cfg_scale != 1 for decoding in decodings),
+            nodes=max(1 + decoding.draft_nodes for decoding in decodings),
+            batch=max(settings.batch),
+        )
     )
-    table = pd.DataFrame(sizes)
     table["dtype"] = table["dtype"].astype(str).str.removeprefix("torch.")
     total = table["bytes"].sum()
     every = {"part": "all", "parameters": table["parameters"].sum(), "dtype": "", "bytes": total}
     table = pd.concat([table, pd.DataFrame([every])], ignore_index=True)
     table["parameters"] = table["parameters"].astype("Int64").where(table["parameters"] > 0)
     table["gigabytes"] = (table.pop("bytes") / 1e9).round(3)
-    needed = f"memory needed: {total / 1e9:.2f} GB on {compute.device.type}"
-    console.say(f"{needed}, without the activations of a forward")
+    console.say(
+        f"memory needed: {total / 1e9:.2f} GB on {compute.device.type}, "
+        "without the activations of a forward"
+    )
     if compute.device.type == "cpu":
         free = psutil.virtual_memory().available
         console.say(f"free here: {free / 1e9:.2f} GB" + ("" if free > total else ": not enough"))

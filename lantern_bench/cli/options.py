@@ -121,11 +121,15 @@ def with_flags(flags: Mapping[str, Any]) -> Callable[[Callable[..., None]], Call
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         arguments = inspect.signature(function, eval_str=True).parameters
-        given = ("ctx", "console", "flags")
-        parameters = [row for name, row in arguments.items() if name not in given]
+        parameters = [
+            row for name, row in arguments.items() if name not in ("ctx", "console", "flags")
+        ]
         for name, kind in kinds.items():
-            keyword = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(inspect.Parameter(name, keyword, default=None, annotation=kind))
+            parameters.append(
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind
+                )
+            )
 
         @functools.wraps(function)
         def command(*, ctx: typer.Context, format: str | None, **values: Any) -> None:
@@ -223,9 +227,11 @@ class Command(TyperCommand):
 
 def command_group(**settings: Any) -> typer.Typer:
     """Return a group of commands with plain help, because Rich help cuts messages."""
-    names = {"help_option_names": ["-h", "--help"]}
     return typer.Typer(
-        **settings, no_args_is_help=True, rich_markup_mode=None, context_settings=names
+        **settings,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
 
 

@@ -166,14 +166,18 @@ def _decodings(flags: dict[str, Any], mode: list[str] | None, search: bool) -> l
         from lantern_bench.profile.tree_search import searched_lossless
 
         for name, drafting, rule in searched_lossless():
-            method = {"drafting": [drafting], "rule": [rule]}
-            cells += resolve_flags("profile", flags | method, [name]).cells
+            cells += resolve_flags(
+                name="profile",
+                flags=flags | {"drafting": [drafting], "rule": [rule]},
+                mode=[name],
+            ).cells
     else:
         cells += resolve_flags("profile", flags, mode or ["speculative"]).cells
     decodings = list(dict.fromkeys(cell.decoding for cell in cells))
     if not all(decoding.drafts for decoding in decodings):
-        advice = "Every table has autoregressive decoding already."
-        raise UserError("--mode ar: drafts nothing", advice)
+        raise UserError(
+            "--mode ar: drafts nothing", "Every table has autoregressive decoding already."
+        )
     if not search and len(decodings) > 1:
         ids = ", ".join(decoding.cell_id for decoding in decodings)
         raise UserError(
@@ -198,8 +202,10 @@ def _search(profiled: ProfiledModel, decodings: Sequence[Decoding], console: Con
             emit=console.note,
         )
         table = pd.DataFrame([row for _, row in measured]).round(4)
-        title = f"{decoding.mode}, {decoding.drafting}, {decoding.rule}, the fastest measured"
-        console.table(table, title=title)
+        console.table(
+            table,
+            title=f"{decoding.mode}, {decoding.drafting}, {decoding.rule}, the fastest measured",
+        )
         lines.append(f"  {experiment_line(measured[0][0])}")
     console.say("\n".join(lines))
 

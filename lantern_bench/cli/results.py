@@ -70,8 +70,9 @@ def score(
 
     quality = write_tables(run)["quality"]
     rows = quality[quality["protocol"] == scored_by.name].reset_index(drop=True)
-    title = f"{run.name}: {scored_by.name}, version {scored_by.version}"
-    console.table(rows, "quality", title=title)
+    console.table(
+        rows, "quality", title=f"{run.name}: {scored_by.name}, version {scored_by.version}"
+    )
     message = (
         f"{count} scores added"
         if count
@@ -236,9 +237,9 @@ def _check_comparison(table: pd.DataFrame, fail_if: str | None, fail_below: floa
             )
         slow = speedups[speedups["effect_high"].fillna(speedups["effect"]) < fail_below]
         if len(slow):
-            cells = ", ".join(slow["cell_id"])
             raise CheckFailedError(
-                f"--fail-below {fail_below:g}: true of {len(slow)} of {len(speedups)}, {cells}"
+                f"--fail-below {fail_below:g}: true of {len(slow)} of {len(speedups)}, "
+                f"{', '.join(slow['cell_id'])}"
             )
 
 

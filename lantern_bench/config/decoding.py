@@ -90,8 +90,10 @@ def check_value(key: str, value: object, folder: Path = Path()) -> Any:
     if choices:
         raise_if_refused(value)
         noun = "mode" if key == "mode" else "value"
-        hint = did_you_mean(value, choices)
-        raise ParameterError(f"unknown {noun}{hint} (must be one of {', '.join(choices)})", key)
+        raise ParameterError(
+            f"unknown {noun}{did_you_mean(value, choices)} (must be one of {', '.join(choices)})",
+            key,
+        )
     try:
         return _adapter(key).validate_python(value)
     except ValidationError as error:
@@ -146,14 +148,17 @@ def _check_tree(value: object, folder: Path) -> str | Topology:
         try:
             value = load_yaml((folder / name).read_text(encoding="utf-8"), name)[0]
         except (OSError, ValueError, UserError) as error:
-            problem = " ".join(str(error).split())
-            raise ParameterError(f"cannot be read as a tree: {problem}", "tree") from error
+            raise ParameterError(
+                f"cannot be read as a tree: {' '.join(str(error).split())}", "tree"
+            ) from error
     if isinstance(value, str):
         if value in STATIC_TREES:
             return value
-        hint = did_you_mean(value, STATIC_TREES)
-        allowed = f"the trees are {', '.join(STATIC_TREES)}; or @FILE, or a list of paths"
-        raise ParameterError(f"unknown tree{hint} ({allowed})", "tree")
+        raise ParameterError(
+            f"unknown tree{did_you_mean(value, STATIC_TREES)} "
+            f"(the trees are {', '.join(STATIC_TREES)}; or @FILE, or a list of paths)",
+            "tree",
+        )
     if not is_tree(value):
         raise ParameterError(
             "must be a tree's name, @FILE, "
@@ -163,8 +168,9 @@ def _check_tree(value: object, folder: Path) -> str | Topology:
     try:
         topology = check_topology(value)  # type: ignore[arg-type]  # is_tree has looked at it
     except UserError as error:
-        text = ". ".join(filter(None, [error.message, error.advice]))
-        raise ParameterError(text, "tree") from error
+        raise ParameterError(
+            ". ".join(filter(None, [error.message, error.advice])), "tree"
+        ) from error
     name = topology_name(topology)
     return name if name in STATIC_TREES else topology
 
@@ -268,8 +274,12 @@ class Decoding:
 
     @cached_property
     def _values(self) -> dict[str, Any]:
-        structure = {"mode": self.mode, "drafting": self.drafting, "rule": self.rule}
-        return structure | dict(self.parameters)
+        return {
+            "mode": self.mode,
+            "drafting": self.drafting,
+            "rule": self.rule,
+            **dict(self.parameters),
+        }
 
     def value(self, key: str) -> Any:
         """Return the value of a parameter, None if the cell lacks it."""
@@ -361,9 +371,8 @@ class Decoding:
             if self.drafting_row.defaults.get(key) != value
         ]
         if self.paths:
-            fan_out = 1 + max(path[-1] for path in self.paths)
             sizes.append(("tree of depth", len(self.paths[-1]), "tokens"))
-            sizes.append(("tree of fan-out", fan_out, "codes"))
+            sizes.append(("tree of fan-out", 1 + max(path[-1] for path in self.paths), "codes"))
         for flag, size, bound in sizes:
             most = limits.get(bound or "")
             if most is not None and size > most:
@@ -372,14 +381,14 @@ class Decoding:
 
     def columns(self) -> dict[str, Any]:
         """Return the cell columns of the schema without the model and the batch."""
-        structure = {
+        return {
             "cell_id": self.cell_id,
             "mode": self.mode,
             "drafting": self.drafting,
             "tree": self.tree_label,
             "rule": self.rule,
+            **{key: self.value(key) for key, row in PARAMETERS.items() if row.column},
         }
-        return structure | {key: self.value(key) for key, row in PARAMETERS.items() if row.column}
 
     def settings(self) -> dict[str, Any]:
         """Return the cell as an experiment file writes it."""
@@ -398,8 +407,7 @@ def _choose(key: str, value: object, mode: str) -> str:
     if mode == "ar" and chosen != "none":
         raise ParameterError(f"mode ar drafts nothing and has no {key}; leave it out", key)
     if mode != "ar" and chosen == "none":
-        problem = f"mode {mode} needs a {key}; without drafting write mode: ar"
-        raise ParameterError(problem, key)
+        raise ParameterError(f"mode {mode} needs a {key}; without drafting write mode: ar", key)
     return chosen
 
 

@@ -213,8 +213,10 @@ class Grid:
             self.reader.problems.add(location, text)
         for cell_id, times in Counter(cell.cell_id for cell in cells).items():
             if times > 1:
-                text = f"two cells differ too little to be told apart by name: {cell_id}"
-                self.reader.problems.add(Location("cells"), text)
+                self.reader.problems.add(
+                    Location("cells"),
+                    f"two cells differ too little to be told apart by name: {cell_id}",
+                )
         return list(cells)
 
     def _entries_of(self, model: str) -> list[CellEntry]:
@@ -240,11 +242,12 @@ class Grid:
         names = ", ".join(dict.fromkeys(modes)) or "ar"
         for key, stated in self.reader.flags.items():
             if key not in self.used_flags:
-                text = (
+                self.reader.problems.add(
+                    stated.location,
                     f"reaches no cell: it belongs to {owners_of(key)}, "
-                    f"and the modes here are {names}"
+                    f"and the modes here are {names}",
+                    stated.values[0],
                 )
-                self.reader.problems.add(stated.location, text, stated.values[0])
 
     def _decodings(self, entry: CellEntry, model: str) -> Iterator[Decoding]:
         """Yield the decodings of one entry, without decodings that have problems."""
@@ -318,8 +321,9 @@ class Grid:
         first = methods[0]
         for key, stated in cell.items():
             if not any(method.has(key) for method in methods):
-                text = (
+                self.reader.problems.add(
+                    stated.location,
                     f"mode {first.mode} has the drafting {first.drafting} and the rule "
-                    f"{first.rule}; {key} belongs to {owners_of(key)}"
+                    f"{first.rule}; {key} belongs to {owners_of(key)}",
+                    stated.values[0],
                 )
-                self.reader.problems.add(stated.location, text, stated.values[0])

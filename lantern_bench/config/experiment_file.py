@@ -128,8 +128,9 @@ class ExperimentReader:
                 path = ("models", name, key)
                 first, _ = found.setdefault(key, (value, self.source.location(path)))
                 if first != value:
-                    text = "differs from another model's; run one of them, with --model"
-                    self._note(path, text, value)
+                    self._note(
+                        path, "differs from another model's; run one of them, with --model", value
+                    )
         return found
 
     def _checked_settings(self, stated: _Settings) -> Settings:
@@ -179,8 +180,11 @@ class ExperimentReader:
         """Read `cells`; keep the modes of `--modes`, and `ar` unless `--no-baseline` is given."""
         written = self.data.get("cells")
         if not isinstance(written, list) or not written:
-            example = "cells: [{mode: ar}, {mode: lantern, delta: 0.1}]"
-            self._note(("cells",), f"must be a list of cells, for example: {example}")
+            self._note(
+                ("cells",),
+                "must be a list of cells, for example: "
+                "cells: [{mode: ar}, {mode: lantern, delta: 0.1}]",
+            )
             return []
         entries = [self._entry(block, ("cells", number)) for number, block in enumerate(written)]
         present = set[str]().union(*(entry.modes for entry in entries))
@@ -235,8 +239,9 @@ class ExperimentReader:
         written = mapping.get("model", ())
         models = tuple(as_list(written))
         if written == [] or not all(isinstance(name, str) for name in models):
-            shown = "(empty)" if written is None else written
-            self._note((*path, "model"), ALLOWED["model"], shown)
+            self._note(
+                (*path, "model"), ALLOWED["model"], "(empty)" if written is None else written
+            )
             models = ()
         return CellEntry(modes, self.source.location(path), layer, models=models)
 
@@ -290,9 +295,12 @@ class ExperimentReader:
         """
         for name in settings.model:
             if name not in models and name != UNNAMED:
-                hint = did_you_mean(name, models)
-                text = f"unknown model{hint} (the models are {', '.join(models)})"
-                self.problems.add(self._stated["model"][1], text, name)
+                self.problems.add(
+                    self._stated["model"][1],
+                    f"unknown model{did_you_mean(name, models)} "
+                    f"(the models are {', '.join(models)})",
+                    name,
+                )
         if "model" in self.overrides.values:
             return
         suspects = [
@@ -302,8 +310,10 @@ class ExperimentReader:
         ]
         for entry in entries:
             suspects += [(name, entry.location) for name in entry.models if name not in self.blocks]
-        here = ", ".join(settings.model)
         for name, location in suspects:
             if name not in settings.model:
-                text = f"the model {name} is not among the experiment's models ({here})"
-                self.problems.add(location, text)
+                self.problems.add(
+                    location,
+                    f"the model {name} is not among the experiment's models "
+                    f"({', '.join(settings.model)})",
+                )

@@ -154,8 +154,10 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
     settings = experiment.settings
     unique = list(dict.fromkeys(prompts))
     if not unique:
-        problem = f"prompts {settings.prompts}: contains no prompt"
-        raise UserError(problem, "Give a file with one prompt a line.")
+        raise UserError(
+            f"prompts {settings.prompts}: contains no prompt",
+            "Give a file with one prompt a line.",
+        )
     images = settings.images or len(unique)
     total = images * settings.repeats * len(experiment.cells)
     if total > MOST_IMAGES:
@@ -189,13 +191,14 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
                     repeat=repeat,
                     seed_set=cell.decoding.seed_set,
                 )
-                task = ImageTask(
-                    cell=cell,
-                    prompt=prompt,
-                    repeat=repeat,
-                    seed=seed,
-                    image_index=image_index,
-                    order_index=len(tasks),
+                tasks.append(
+                    ImageTask(
+                        cell=cell,
+                        prompt=prompt,
+                        repeat=repeat,
+                        seed=seed,
+                        image_index=image_index,
+                        order_index=len(tasks),
+                    )
                 )
-                tasks.append(task)
     return Plan(experiment.cells, tuple(tasks), together)

@@ -85,10 +85,10 @@ def find_device(name: str) -> Device:
     if not name.lower().endswith((".yaml", ".yml")):
         if name in devices():
             return devices()[name]
-        advice = "or give a file that `lantern-bench profile --save-device FILE.yaml` wrote."
         raise UserError(
             f"--device {name}: unknown device{did_you_mean(name, devices())}",
-            f"The devices are {', '.join(devices())}; {advice}",
+            f"The devices are {', '.join(devices())}; "
+            "or give a file that `lantern-bench profile --save-device FILE.yaml` wrote.",
         )
     source = read_source(Path(name), "Start with: name, kind, read_gb_s.")
     try:
@@ -194,8 +194,11 @@ def forward_work(
 
 def _logits_work(setting: Workload, rows: float, *, passes: float, kernels: float) -> Work:
     """Passes over float32 distributions of `rows` nodes of each image, and a program's kernels."""
-    read = 4.0 * passes * setting.batch * rows * setting.sizes.vocab_size
-    return Work(read, 0.0, kernels)
+    return Work(
+        bytes=4.0 * passes * setting.batch * rows * setting.sizes.vocab_size,
+        operations=0.0,
+        kernels=kernels,
+    )
 
 
 def target_work(setting: Workload, nodes: float, *, weight_bytes: int, stack: KernelCounts) -> Work:
@@ -332,8 +335,7 @@ def step_seconds(
     weight_bytes = device.weight_bytes
     nodes = 1 if draft is None else draft.nodes
     target = target_work(setting, nodes, weight_bytes=weight_bytes, stack=stack)
-    names = ["draft", "target", "verify", "other"]
-    parts = pd.DataFrame(0.0, index=names, columns=Seconds._fields)
+    parts = pd.DataFrame(0.0, index=["draft", "target", "verify", "other"], columns=Seconds._fields)
     parts.loc["target"] = seconds_of(target, device, stack, factor=device.target_factor(nodes))
     if draft is not None:
         works = draft_work(setting, draft, committed, weight_bytes=weight_bytes, stack=stack)

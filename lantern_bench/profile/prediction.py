@@ -169,13 +169,11 @@ def measured_elsewhere(
         stack: `compiled` or `eager`.
         model: Model whose sizes are used. Default: the run's own.
     """
-    run_device = device_in_words(run.manifest)
     run_stack = "compiled" if run.manifest.get("compile") else "eager"
-    predicted_device = device.about or device.name
     # A device that a user has measured stands for the code that it was fitted to.
     predicted_stack = device.code if stack == "compiled" else stack
-    measured = f"{run_device}, {run_stack}"
-    predicted = f"{predicted_device}, {predicted_stack}"
+    measured = f"{device_in_words(run.manifest)}, {run_stack}"
+    predicted = f"{device.about or device.name}, {predicted_stack}"
     others = set(run.records["model"]) - {model}
     if model is not None and others:
         measured = f"{', '.join(sorted(others))} on {measured}"
@@ -242,10 +240,9 @@ def hours_in_words(table: pd.DataFrame, prompts: int, devices: int) -> str:
         devices: Number of devices.
     """
     hours = float(table["hours"].sum())
-    images = prompts * len(table)
     plural = "s" if devices > 1 else ""
     return (
-        f"{prompts:,} prompts in all {len(table)} cells, {images:,} images: "
+        f"{prompts:,} prompts in all {len(table)} cells, {prompts * len(table):,} images: "
         f"{hours:.3g} hours on {devices} device{plural}, {devices * hours:.3g} device-hours. "
         "Loading, compiling, text encoding, pixels and scoring are not counted."
     )

@@ -484,7 +484,6 @@ def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, 
             if draft is not None:
                 host_ms.append(row["other_ms"])
     facts = {"machine": machine_block()} | compute_block(compute, compiled=model.engine.compile)
-    fitted_to = f"fitted to {len(samples)} times of `lantern-bench profile`"
     device = fit_device(
         samples,
         name=path.stem,
@@ -493,10 +492,16 @@ def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, 
         weight_bytes=itemsize,
         code="compiled" if model.engine.compile else "eager",
         step_us=round(1e3 * median(host_ms), 2) if host_ms else 0.0,
-        sources=(f"{fitted_to}: {model.name}, {compute.dtype_name}",),
+        sources=(
+            f"fitted to {len(samples)} times of `lantern-bench profile`: {model.name}, "
+            f"{compute.dtype_name}",
+        ),
     )
-    text = yaml.safe_dump(device.model_dump(mode="json"), sort_keys=False)
-    write_file(path, text.encode(), flag="--save-device")
+    write_file(
+        path,
+        yaml.safe_dump(device.model_dump(mode="json"), sort_keys=False).encode(),
+        flag="--save-device",
+    )
 
 
 def save_profile(table: pd.DataFrame, folder: Path) -> list[Path]:

@@ -307,9 +307,8 @@ def fastest(
         expected_ms: A function of `fit_price`.
         count: Number of candidates that are returned.
     """
-    ranked = sorted(candidates, key=lambda candidate: -candidate.length / expected_ms(candidate))
     best: dict[tuple[int, int], Candidate] = {}
-    for candidate in ranked:
+    for candidate in sorted(candidates, key=lambda tree: -tree.length / expected_ms(tree)):
         best.setdefault((candidate.levels, candidate.width), candidate)
     return list(best.values())[:count]
 
