@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from lantern_bench.cli.console import FORMATS
-from lantern_bench.config.settings import Overrides, Settings
+from lantern_bench.config.settings import Overrides, Settings, decimal_commas
 from lantern_bench.methods.catalog import DRAFTINGS, MODES, PARAMETERS, RULES, check_modes
 from lantern_bench.methods.parameters import Importable, load_code
 from lantern_bench.storage.run_directory import find_run
@@ -140,6 +140,8 @@ def with_flags(flags: Mapping[str, Any]) -> Callable[[Callable[..., None]], Call
                 values["ctx"] = ctx
             if flags:
                 values["flags"] = {key: values.pop(f"flag_{key}") for key in flags}
+                for text in decimal_commas(values["flags"], values.get("settings")):
+                    ctx.obj.warn(text)
             function(console=ctx.obj, **values)
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

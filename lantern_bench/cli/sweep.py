@@ -98,6 +98,7 @@ def sweep(
         worker_timeout=worker_timeout,
     )
     console.say(f"run: {request.folder}")
+    console.say(request.prompts_used())
     if dry_run:
         table, seconds = plan_table(request)
         time = "unknown, nothing is measured yet" if isnan(seconds) else duration(seconds)

@@ -174,7 +174,8 @@ class ExperimentReader:
                 text = "unknown key" + did_you_mean(key, (*_PARAMETERS, *ALLOWED))
                 if key == "mode":
                     text = "unknown key; cells are picked with --modes"
-                self.problems.add(Location(location.text.rstrip("=")), text)
+                text += " (`lantern-bench sweep --help-all` lists the keys, as flags)"
+                self.problems.add(location, text, ",".join(map(str, typed)))
 
     def cells(self, settings: Settings) -> list[CellEntry]:
         """Read `cells`; keep the modes of `--modes`, and `ar` unless `--no-baseline` is given."""

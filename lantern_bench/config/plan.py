@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -147,18 +148,20 @@ def parse_shard(text: str) -> Shard:
 
 
 def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan:
-    """Make the plan of an experiment over prompts, in their order; a repeated prompt counts once.
+    """Make the plan of an experiment over prompts, in their order.
+
+    A text that occurs several times has several images, each with its own number of repeats, and
+    so with its own seed.
 
     Raises `UserError` without a prompt, and `RefusedError` for too many images.
     """
     settings = experiment.settings
-    unique = list(dict.fromkeys(prompts))
-    if not unique:
+    if not prompts:
         raise UserError(
             f"prompts {settings.prompts}: contains no prompt",
             "Give a file with one prompt a line.",
         )
-    images = settings.images or len(unique)
+    images = settings.images or len(prompts)
     total = images * settings.repeats * len(experiment.cells)
     if total > MOST_IMAGES:
         raise RefusedError(
@@ -167,12 +170,16 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
         )
 
     # The prompt and the repeat of each image of a cell.
-    passes = -(-images // len(unique))
+    passes = -(-images // len(prompts))
+    times = Counter(prompts)
+    earlier = _earlier(prompts)
     slots = []
     for index in range(images * settings.repeats):
         again, number = divmod(index, images)
-        repeat = again * passes + number // len(unique)
-        slots.append((unique[number % len(unique)], repeat))
+        entry = number % len(prompts)
+        prompt = prompts[entry]
+        one_pass = again * passes + number // len(prompts)
+        slots.append((prompt, one_pass * times[prompt] + earlier[entry]))
 
     # Images of one cell follow each other up to the largest batch. All cells see a prompt at about
     # the same time.
@@ -202,3 +209,13 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
                     )
                 )
     return Plan(experiment.cells, tuple(tasks), together)
+
+
+def _earlier(prompts: Sequence[Prompt]) -> list[int]:
+    """Return how often the text of each prompt came before in the list."""
+    seen = Counter[Prompt]()
+    earlier = []
+    for prompt in prompts:
+        earlier.append(seen[prompt])
+        seen[prompt] += 1
+    return earlier

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
@@ -10,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from lantern_bench.config.decoding import is_tree
 from lantern_bench.devices.environment import DEVICE, DEVICES, DType
+from lantern_bench.methods.catalog import PARAMETERS
 from lantern_bench.methods.parameters import COUNT, NATURAL, Count, Natural
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import split_words
@@ -220,3 +222,29 @@ def _values_of(value: Any, flag: str) -> list[Any]:
             raise UserError(f"{flag} {value[:200]}: not a valid list: {problem}") from error
         return [parsed] if is_tree(parsed) else list(parsed)
     return split_words([value])
+
+
+def decimal_commas(flags: Mapping[str, Any], settings: Sequence[str] | None) -> list[str]:
+    """Return notes on lists of two whole numbers that may be meant as one decimal number.
+
+    Args:
+        flags: Values by key of the file; None for flags that are not given.
+        settings: The values of `--set`, each `key=value`.
+    """
+    written = [(f"--{key.rstrip('_')} ", key, as_list(value)) for key, value in flags.items()]
+    for setting in settings or ():
+        key, _, text = setting.partition("=")
+        written.append((f"--set {key}=", key, [text]))
+    notes = []
+    for flag, key, texts in written:
+        parameter = PARAMETERS.get(key.strip().rstrip("_").replace("-", "_"))
+        if parameter is None or parameter.kind.dtype != "float":
+            continue
+        for text in texts:
+            if re.fullmatch(r"\d+,\d+", str(text).strip()):
+                first, second = str(text).strip().split(",")
+                notes.append(
+                    f"{flag.replace('_', '-')}{text}: read as two values, {first} and {second}. "
+                    f"A decimal number is written {first}.{second}."
+                )
+    return notes

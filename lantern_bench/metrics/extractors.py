@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -31,6 +33,12 @@ from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
 from lantern_bench.models.checkpoints.hub import WEIGHTS_VARIABLE
 from lantern_bench.models.families.lanterns import modules as classifier
 from lantern_bench.models.families.lanterns.description import WEIGHTS_FOLDER
+from lantern_bench.storage.pictures import (
+    PICTURE_SUFFIXES,
+    files_below,
+    pictures_below,
+    read_rgb,
+)
 from lantern_bench.utils import files
 from lantern_bench.utils.errors import RefusedError, UserError
 
@@ -123,12 +131,8 @@ _BATCH = 64
 
 
 def read_picture(path: Path) -> Tensor:
-    """Read a picture file as uint8 [3, h, w]; raises `UserError` if it is not a picture."""
-    try:
-        with Image.open(path) as picture:
-            return pil_to_tensor(picture.convert("RGB")).contiguous()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read as a picture") from error
+    """Read a picture file as uint8 [3, h, w]; raises `UserError` as `read_rgb` does."""
+    return pil_to_tensor(read_rgb(path)).contiguous()
 
 
 @dataclass(frozen=True)
@@ -231,8 +235,6 @@ def resized(picture: Tensor, side: int | None, resampling: Image.Resampling) -> 
 # ---- Reference sets
 
 EMBEDDED_FEATURES = WEIGHTS_FOLDER / "reference.safetensors"
-
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 class PictureReference(NamedTuple):
@@ -342,11 +344,14 @@ def embedded_reference() -> FeatureReference:
 
 
 def folder_reference(folder: Path) -> PictureReference:
-    """Return all pictures of a folder, by name; raises `UserError` if it has none."""
-    paths = sorted(path for path in folder.glob("*") if path.suffix.lower() in _SUFFIXES)
+    """Return all pictures in a folder and below it; raises `UserError` if it has none."""
+    paths = pictures_below(folder)
     if not paths:
+        others = Counter(path.suffix or path.name for path in files_below(folder)).most_common(5)
+        found = ", ".join(f"{count} {suffix}" for suffix, count in others)
         raise UserError(
-            f"no pictures in the reference folder {folder}", f"Allowed: {', '.join(_SUFFIXES)}"
+            f"no pictures in the reference folder {folder}, which holds {found or 'no files'}",
+            f"Allowed: {', '.join(PICTURE_SUFFIXES)}",
         )
     return _of_files(folder.name, paths)
 
@@ -378,23 +383,57 @@ def _read_statistics(path: Path) -> FeatureReference:
     """Read mean and covariance under `mu` and `sigma`, as clean-fid and pytorch-fid write them."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            mean = file["mu"].astype(np.float64)
-            covariance = file["sigma"].astype(np.float64)
-            n = int(file["n"]) if "n" in file else None
+            mean = file["mu"].astype(np.float64, casting="same_kind")
+            covariance = file["sigma"].astype(np.float64, casting="same_kind")
+            count = float(file["n"]) if "n" in file else None
         if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
             raise ValueError(f"mu is {mean.shape}, sigma {covariance.shape}")
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(
             f"--reference {path}: not a file of statistics: it needs the arrays mu [width] and "
             f"sigma [width, width]: {error}"
         ) from error
 
+    problem = _impossible(mean, covariance, count)
+    if problem:
+        raise UserError(
+            f"--reference {path}: these are not the mean and covariance of features: {problem}",
+            "Compute the file again, or give --reference the folder of pictures.",
+        )
     digest = hashlib.sha256(mean.tobytes() + covariance.tobytes()).hexdigest()
-    count = "n unknown" if n is None else f"n={n}"
+    n = None if count is None else int(count)
+    shown = "n unknown" if n is None else f"n={n}"
     return FeatureReference(
-        label=f"{path.stem} (statistics), {count}, sha256={digest[:8]}",
+        label=f"{path.stem} (statistics), {shown}, sha256={digest[:8]}",
         statistics=FeatureSet(mean, covariance, n),
     )
+
+
+# Rounding to float32, of statistics and of the features behind them, stays below these fractions of
+# the largest value.
+_MOST_ASYMMETRY = 1e-5
+_MOST_NEGATIVE = 1e-4
+
+
+def _impossible(
+    mean: NDArray[np.float64], covariance: NDArray[np.float64], count: float | None
+) -> str:
+    """Say why no set of pictures has these statistics; empty if one may have them."""
+    for name, values in (("mu", mean), ("sigma", covariance)):
+        wrong = int((~np.isfinite(values)).sum())
+        if wrong:
+            return f"{name} has {wrong:,} values that are not finite"
+    if count is not None and not (count >= 2 and count == int(count)):
+        return f"n is {count:g}, and a covariance needs at least 2 pictures"
+    asymmetry = float(np.abs(covariance - covariance.T).max())
+    if asymmetry > _MOST_ASYMMETRY * float(np.abs(covariance).max()):
+        return f"sigma is not symmetric (values that must be equal differ by {asymmetry:.3g})"
+    eigenvalues = np.linalg.eigvalsh(covariance)
+    if eigenvalues[-1] <= 0:
+        return f"the largest variance in sigma is {eigenvalues[-1]:.3g}"
+    if eigenvalues[0] < -_MOST_NEGATIVE * eigenvalues[-1]:
+        return f"sigma has the negative variance {eigenvalues[0]:.3g} in some direction"
+    return ""
 
 
 def _of_files(name: str, paths: Sequence[Path]) -> PictureReference:

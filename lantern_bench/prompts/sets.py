@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from lantern_bench.prompts.prompt import Prompt, PromptedModel, class_prompt
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.files import file_sha256
-from lantern_bench.utils.text import did_you_mean
+from lantern_bench.utils.files import file_sha256, read_text
+from lantern_bench.utils.text import did_you_mean, listed
 
 # Published sets, by the word before the colon, with an example of their file. `imagenet` needs no
 # file.
@@ -30,7 +33,11 @@ _IMAGENET_CLASSES = 1000
 _PROMPT_KEYS = ("prompt", "caption")
 _PROBLEMS_SHOWN = 5
 # Control characters steer terminals, end strings in C, and are not allowed in HTML.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+# A byte order mark inside a text is a rest of joined files, which nobody sees.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufeff]")
+BLANKS = " \t\r\n\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
+BLANKS += "\u2028\u2029\u202f\u205f\u3000"
+"""White space around a text, which is removed. Control characters stay, and are refused."""
 
 
 # A prompt of a file, after its location for messages, such as `line 3`.
@@ -61,8 +68,8 @@ def load_prompts(source: str, model: PromptedModel, flag: str = "--prompts") -> 
     flag = f"{flag} {source}"
     parts = _parse(source, model, flag)
     try:
-        located = [item for item in _read(parts, flag, model) if item[1].text]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        located = list(_read(parts, flag, model))
+    except OSError as error:
         raise UserError(f"{flag}: cannot be read: {error}") from error
     if not located:
         raise UserError(f"{flag}: contains no prompt", "Give a file with one prompt a line.")
@@ -80,11 +87,13 @@ def describe_prompts(source: str, model: PromptedModel, prompts: list[Prompt]) -
         prompts: What `load_prompts` returned.
     """
     path = _parse(source, model, flag="").path
-    ids = list(dict.fromkeys(prompt.id for prompt in prompts))
+    ids = [prompt.id for prompt in prompts]
+    times = Counter(ids)
     return {
         "set": source,
         "file_sha256": file_sha256(path) if path is not None else None,
         "prompts": len(ids),
+        "repeated_texts": sum(count > 1 for count in times.values()),
         "ids_sha256": hashlib.sha256("\n".join(ids).encode()).hexdigest(),
     }
 
@@ -127,24 +136,25 @@ def _read(parts: _Source, flag: str, model: PromptedModel) -> Iterable[_Located]
 
 
 def _located(unit: str, number: int, *, text: str, of: str) -> _Located:
-    return f"{unit} {number}", Prompt(text.strip(), f"{of}:{number}")
+    return f"{unit} {number}", Prompt(text.strip(BLANKS), f"{of}:{number}")
 
 
 def _read_file(path: Path, flag: str, *, name: str) -> Iterator[_Located]:
     """Yield the prompts of a file; `name` is the name of its set."""
     unit = "entry" if path.suffix.lower() == ".json" else "line"
     for number, row in read_rows(path, flag):
-        text = row if isinstance(row, str) else text_under(row, _PROMPT_KEYS)
+        location = f"{flag} {unit} {number}"
+        text = row if isinstance(row, str) else text_under(row, _PROMPT_KEYS, location)
         if text is None:
             keys = " or ".join(_PROMPT_KEYS)
-            problem = f"{flag} {unit} {number}: has no text under {keys}"
-            raise UserError(problem, f"Name the column or key {keys}.")
+            problem = f"{location}: has no text under {keys}"
+            raise lacks_keys(row, problem, f"Name the column or key {keys}.")
         yield _located(unit, number, text=text, of=name)
 
 
 def _read_coco(path: Path, flag: str, *, longest: bool) -> Iterator[_Located]:
     """Yield one caption for each image of MS-COCO's annotations: the longest, or the first."""
-    data = _parse_json(path.read_text(encoding="utf-8-sig"), flag)
+    data = _parse_json(read_text(path, flag), flag)
     rows = data.get("annotations") if isinstance(data, dict) else None
     if not isinstance(rows, list):
         advice = "Give the official file, captions_val2017.json or captions_val2014.json."
@@ -152,8 +162,8 @@ def _read_coco(path: Path, flag: str, *, longest: bool) -> Iterator[_Located]:
     captions: dict[int, str] = {}
     for number, row in enumerate(rows, start=1):
         image = row.get("image_id") if isinstance(row, dict) else None
-        caption = text_under(row, ("caption",))
-        if not isinstance(image, int) or caption is None:
+        caption = row.get("caption") if isinstance(row, dict) else None
+        if not isinstance(image, int) or not isinstance(caption, str):
             advice = "Give the caption annotations of MS-COCO, not instances or keypoints."
             raise UserError(f"{flag} annotation {number}: has no image_id and caption", advice)
         # Lengths include the spaces at both ends, as in the file.
@@ -170,8 +180,8 @@ def _read_imagenet(path: Path | None, flag: str) -> Iterator[_Located]:
     """
     names = [""] * _IMAGENET_CLASSES
     if path is not None:
-        text = path.read_text(encoding="utf-8-sig")
-        rows: Any = text.splitlines()
+        text = read_text(path, flag)
+        rows: Any = text.split("\n")
         if path.suffix.lower() == ".json":
             rows = _parse_json(text, flag)
         if isinstance(rows, dict):
@@ -194,16 +204,17 @@ def _subset(prompts: list[Prompt], subset: str, flag: str) -> list[Prompt]:
     """
     if not subset:
         return prompts
-    unique = list(dict.fromkeys(prompts))
+    count = len(prompts)
     first, dash, last = subset.partition("-")
     begin = int(first) if dash else 0
     end = int(last or first)
-    if not begin < end <= len(unique):
-        raise UserError(f"{flag}: there are {len(unique)} prompts", f"Take at most {len(unique)}.")
+    if not begin < end <= count:
+        raise UserError(f"{flag}: there are {count} prompts", f"Take at most {count}.")
     if dash:
-        return unique[begin:end]
-    chosen = set(sorted(unique, key=_hash_of)[:end])
-    return [prompt for prompt in unique if prompt in chosen]
+        return prompts[begin:end]
+    # Numbers of prompts, since a text may occur several times.
+    by_hash = sorted(range(count), key=lambda number: _hash_of(prompts[number]))
+    return [prompts[number] for number in sorted(by_hash[:end])]
 
 
 def _hash_of(prompt: Prompt) -> bytes:
@@ -223,47 +234,176 @@ def read_rows(path: Path, flag: str) -> Iterator[tuple[int, Any]]:
     if suffix not in SUFFIXES:
         advice = f"Give a file that ends with {', '.join(SUFFIXES)}."
         raise UserError(f"{flag}: unknown file type", advice)
+    text = read_text(path, flag)
     if suffix in (".csv", ".tsv"):
-        yield from _table_rows(path, "," if suffix == ".csv" else "\t", flag)
+        fields = _csv_fields(text, flag) if suffix == ".csv" else _tsv_fields(text, flag)
+        yield from _table_rows(fields, flag)
         return
-    text = path.read_text(encoding="utf-8-sig")
     if suffix == ".json":
         rows = _parse_json(text, flag)
         if not isinstance(rows, list):
             advice = "Write coco:FILE for MS-COCO annotations."
-            raise UserError(f"{flag}: must be a JSON list of prompts", advice)
+            raise lacks_keys(rows, f"{flag}: must be a JSON list of prompts", advice)
         yield from enumerate(rows, start=1)
         return
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
+    # Other characters that end a line elsewhere, such as U+2028, are part of a prompt here.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip(BLANKS):
             yield number, line if suffix == ".txt" else _parse_json(line, f"{flag} line {number}")
 
 
-def _table_rows(path: Path, delimiter: str, flag: str) -> Iterator[tuple[int, dict[str, str]]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        table = csv.DictReader(file, delimiter=delimiter, restval="")
-        for row in table:
-            if None in row:
-                message = f"{flag} line {table.line_num}: has more fields than the first line"
-                raise UserError(message, "Put text that contains the separator in quotes.")
-            yield table.line_num, {name.strip().lower(): value for name, value in row.items()}
+# The fields of one row of a table, after the number of its line.
+_Fields: TypeAlias = tuple[int, list[str]]
+
+
+def _csv_fields(text: str, flag: str) -> Iterator[_Fields]:
+    """Yield the rows of a .csv file, each with the number of its first line."""
+    lines = text.split("\n")
+    reader = csv.reader(io.StringIO(text), strict=True)
+    columns: list[str] = []
+    while True:
+        number = reader.line_num + 1
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise UserError(
+                f"{flag} line {number}: not CSV: {error}",
+                'A field that holds a quotation mark is written "a ""quoted"" word".',
+            ) from error
+        columns = columns or row
+        written = "\n".join(lines[number - 1 : reader.line_num])
+        if row is not columns and len(row) <= len(columns):
+            comma = _doubtful_comma(row, columns, written)
+            if comma:
+                raise UserError(
+                    f"{flag} line {number}: the comma in {comma[:60]!r} separates two columns, and "
+                    "may be meant as a comma of the text",
+                    "Put text with a comma in quotes, or remove the space after the comma.",
+                )
+        yield number, row
+
+
+def _doubtful_comma(row: list[str], columns: list[str], written: str) -> str:
+    """Return two fields of a row that may be one text: `red, tall`; empty without any.
+
+    They follow a name or text without quotes, and the first line has no space after its commas.
+    """
+    if any(name.startswith(" ") for name in columns):
+        return ""
+    for before, after in pairwise(row):
+        is_number = re.fullmatch(r"[\d\s.-]*", before) is not None
+        is_quoted = '"' + before.replace('"', '""') + '"' in written
+        if after.startswith(" ") and not is_number and not is_quoted:
+            return f"{before},{after}"
+    return ""
+
+
+def _tsv_fields(text: str, flag: str) -> Iterator[_Fields]:
+    """Yield the rows of a .tsv file, where a quotation mark is a character as any other."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        fields = line.split("\t")
+        for field in fields:
+            inside = field[1:-1]
+            if field[:1] == field[-1:] == '"' and '""' in inside:
+                raise UserError(
+                    f"{flag} line {number}: {field[:60]!r} is quoted as in CSV, and text of .tsv "
+                    "is taken as it is written",
+                    "Remove the quotes that are not part of the text, or write a .csv file.",
+                )
+        yield number, fields
+
+
+def _table_rows(rows: Iterable[_Fields], flag: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the rows below the first one, by column."""
+    columns: list[str] = []
+    for number, fields in rows:
+        if not any(field.strip(BLANKS) for field in fields):
+            continue
+        location = f"{flag} line {number}"
+        if not columns:
+            columns = [field.strip().lower() for field in fields]
+            twice = [name for name, count in Counter(columns).items() if name and count > 1]
+            if twice:
+                raise UserError(f"{location}: the column {twice[0]} stands twice", "Rename one.")
+            continue
+        if len(fields) > len(columns):
+            raise UserError(
+                f"{location}: has more fields than the first line ({len(fields)}, not "
+                f"{len(columns)})",
+                "Put text that contains the separator in quotes, in a .csv file.",
+            )
+        missing = [""] * (len(columns) - len(fields))
+        yield number, dict(zip(columns, fields + missing, strict=True))
 
 
 def _parse_json(text: str, location: str) -> Any:
     """Return the value of a JSON text; raises `UserError` that begins with `location`."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_without_repeats)
     # Numbers of thousands of digits and thousands of brackets raise these errors too.
     except (ValueError, RecursionError) as error:
         raise UserError(f"{location}: not JSON: {error}") from error
 
 
-def text_under(row: Any, keys: tuple[str, ...]) -> str | None:
-    """Return the first text of a row under one of the keys, None if there is none."""
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        [(key, _), *_] = Counter(key for key, _ in pairs).most_common()
+        raise ValueError(f"the key {key!r} stands twice")
+    return values
+
+
+def text_under(row: Any, keys: tuple[str, ...], location: str) -> str | None:
+    """Return the text of a row under one of the keys, None if there is none.
+
+    Args:
+        row: The row.
+        keys: The keys that mean the same.
+        location: Where the row is, for the message.
+
+    Raises:
+        UserError: The row has different texts under two of the keys.
+    """
     if not isinstance(row, dict):
         return None
-    texts = (row[key] for key in keys if isinstance(row.get(key), str))
-    return next(texts, None)
+    texts = {key: row[key] for key in keys if isinstance(row.get(key), str)}
+    # An empty field of a table says nothing.
+    filled = {key: text for key, text in texts.items() if text.strip(BLANKS)}
+    if len(set(filled.values())) > 1:
+        raise UserError(
+            f"{location}: has different texts under {listed(list(filled))}",
+            "Remove or rename all but one of them.",
+        )
+    return next(iter((filled or texts).values()), None)
+
+
+_SEPARATORS = {";": "semicolons", "\t": "tabs", ",": "commas", "|": "vertical bars"}
+
+
+def lacks_keys(row: Any, problem: str, advice: str) -> UserError:
+    """Return the error for a row without the keys that are needed: it says which keys the row has.
+
+    Args:
+        row: The row.
+        problem: The beginning of the message.
+        advice: What to do, unless the columns have another separator than the file type.
+    """
+    if not isinstance(row, dict):
+        shown = "a list" if isinstance(row, list) else repr(row)[:60]
+        return UserError(f"{problem}; it is {shown}", advice)
+    names = [str(key)[:60] for key in list(row)[:8]]
+    found = f"{problem}; it has {', '.join(map(repr, names)) or 'no key'}"
+    sign = next((sign for sign in _SEPARATORS if sign in names[0]), "") if len(names) == 1 else ""
+    if not sign:
+        return UserError(found, advice)
+    convert = f"import csv, sys; rows = csv.reader(sys.stdin, delimiter={sign!r}); "
+    convert += "csv.writer(sys.stdout).writerows(rows)"
+    return UserError(
+        f"{found}: columns separated by {_SEPARATORS[sign]}, where .csv has commas and .tsv tabs",
+        f'Convert it: python -c "{convert}" < FILE > NEW.csv',
+    )
 
 
 def check_texts(
@@ -281,6 +421,8 @@ def check_texts(
     advice = None
     for location, text in texts:
         try:
+            if not text:
+                raise UserError("is empty", "Remove it, or fill it in.")
             match = _CONTROLS.search(text)
             if match is not None:
                 raise UserError(f"contains the control character {match[0]!r}", "Remove it.")

@@ -1,15 +1,24 @@
-"""Pictures: the PNG files of images, which also hold their tokens."""
+"""Pictures: the PNG files of images, which also hold their tokens; and files from elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
+import os
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lantern_bench.utils.errors import UserError
+
 if TYPE_CHECKING:
+    from PIL import Image
     from torch import Tensor
 
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+"""File types of pictures."""
 
 _TOKENS = "tokens"  # name of a text in a PNG file
 
@@ -54,3 +63,83 @@ def read_tokens(path: Path) -> Tensor | None:
         return torch.tensor([int(number) for number in numbers], dtype=torch.int32)
     except (OSError, KeyError, AttributeError, ValueError, RuntimeError):
         return None
+
+
+# ---- Pictures from elsewhere
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder and below it, also behind links to folders.
+
+    Hidden files and folders are left out, such as `._a.png`, which holds no picture but what macOS
+    knows of `a.png`.
+    """
+    seen = set[str]()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:  # a link to a folder above
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__MACOSX"]
+        yield from (Path(place, name) for name in names if not name.startswith("."))
+
+
+def pictures_below(folder: Path) -> list[Path]:
+    """Return the picture files in a folder and below it, by path."""
+    return sorted(path for path in files_below(folder) if path.suffix.lower() in PICTURE_SUFFIXES)
+
+
+def read_rgb(path: Path) -> Image.Image:
+    """Read a picture file as 8-bit RGB, upright as its EXIF data says.
+
+    Raises:
+        UserError: It is no picture, or its colours are not known: it is transparent somewhere, has
+            several frames, or values without a known range.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as opened:
+            frames = getattr(opened, "n_frames", 1)
+            # The second frame of a photograph in the format MPO is its preview.
+            if frames > 1 and opened.format != "MPO":
+                raise UserError(f"{path}: has {frames} frames", "Save one of them as a picture.")
+            picture: Image.Image = opened
+            # Damaged EXIF data says nothing, and viewers show the picture as it is stored.
+            with contextlib.suppress(OSError, SyntaxError, ValueError, TypeError, struct.error):
+                picture = ImageOps.exif_transpose(opened)
+            if picture.has_transparency_data:
+                _refuse_transparency(picture, path)
+            return _in_8_bits(picture, path, is_png=opened.format == "PNG").convert("RGB")
+    except (OSError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
+        raise UserError(
+            f"{path}: cannot be read as a picture: {error}", "Remove it, or save it again."
+        ) from error
+
+
+def _refuse_transparency(picture: Image.Image, path: Path) -> None:
+    opacity = picture.convert("RGBA").getchannel("A").tobytes()
+    if min(opacity) < 255:
+        raise UserError(
+            f"{path}: is transparent in places, so that its colours depend on what is behind it",
+            "Put it on a background, for example with ImageMagick: "
+            f"mogrify -background white -alpha remove -alpha off {path.name}",
+        )
+
+
+def _in_8_bits(picture: Image.Image, path: Path, *, is_png: bool) -> Image.Image:
+    """Return a picture with 16 bits a pixel in 8; refuse 32 bits, whose range is not known."""
+    import numpy as np
+    from PIL import Image
+
+    # Older versions of Pillow read 16-bit PNG files in the mode I.
+    if picture.mode.startswith("I;16") or (is_png and picture.mode == "I"):
+        return Image.fromarray((np.asarray(picture) / 257).round().astype(np.uint8))
+    if picture.mode in ("I", "F"):
+        kind = "whole numbers" if picture.mode == "I" else "floating-point numbers"
+        raise UserError(
+            f"{path}: its pixels are {kind} of 32 bits, and which of them is white is not known",
+            "Save it with 8 bits a channel.",
+        )
+    return picture

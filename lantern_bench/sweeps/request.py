@@ -48,6 +48,16 @@ class Request:
         done = done_images(self.folder)
         return [task for task in self.plan.tasks if task.key not in done]
 
+    def prompts_used(self) -> str:
+        """Say how many prompts there are, and how many of them this plan uses."""
+        described = self.prompts
+        used = len({task.prompt.source for task in self.plan.tasks})
+        text = f"{described['prompts']:,} prompts from {described['set']}, {used:,} of them used"
+        repeated = described["repeated_texts"]
+        if repeated:
+            text += f"; {repeated:,} texts occur more than once, each time with its own seed"
+        return text
+
 
 def prepare(
     source: str | Path | Mapping[str, Any],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -18,12 +17,15 @@ from lantern_bench.models.model import Model
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import PromptedModel
 from lantern_bench.prompts.sets import (
+    BLANKS,
     SUFFIXES,
     check_texts,
+    lacks_keys,
     load_prompts,
     read_rows,
     text_under,
 )
+from lantern_bench.storage.pictures import PICTURE_SUFFIXES, pictures_below
 from lantern_bench.training.recipe import (
     DrafterFlags,
     DrafterRecipe,
@@ -32,10 +34,11 @@ from lantern_bench.training.recipe import (
     recipe_of,
 )
 from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.files import read_text
+from lantern_bench.utils.text import listed
 
 # ---- Pictures with captions in a folder
 
-_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 # The names of a caption file of a folder; in .txt a tab separates the name and the caption.
 _CAPTION_FILES = ("captions", "metadata")
 _NAME_KEYS = ("file_name", "file", "image", "path")
@@ -55,7 +58,7 @@ def read_captioned(folder: Path, captions: Path | None, model: PromptedModel) ->
 
     Args:
         folder: The folder of `--data`.
-        captions: A file of names and captions. With None, a caption file of the folder is used,
+        captions: A file of names and captions. With None, the caption file of the folder is used,
             such as metadata.jsonl, or a .txt file beside each picture.
         model: The model that is given the captions.
 
@@ -63,20 +66,20 @@ def read_captioned(folder: Path, captions: Path | None, model: PromptedModel) ->
         The pictures in the order of the caption file, or by name.
 
     Raises:
-        UserError: A picture or a caption is missing, or the model cannot take a caption.
+        UserError: A picture or a caption is missing, captions stand in two places, or the model
+            cannot take a caption.
     """
     flag = f"--data {folder}"
-    if captions is None:
-        files = sorted(file for file in folder.glob("*.*") if file.stem in _CAPTION_FILES)
-        captions = next((file for file in files if file.suffix in SUFFIXES), None)
     try:
-        found = _captioned_in_file(captions, folder) if captions else _captioned_beside(folder)
-        pictures = list(found)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        if captions is None:
+            pictures = _captioned_in(folder)
+        else:
+            pictures = list(_captioned_in_file(captions, folder))
+    except OSError as error:
         raise UserError(f"{flag}: cannot be read: {error}") from error
     if not pictures:
         raise UserError(
-            f"{flag}: contains no picture ({', '.join(_PICTURES)})",
+            f"{flag}: contains no picture ({', '.join(PICTURE_SUFFIXES)})",
             "Give a folder of pictures, each with its caption in a .txt beside it; "
             "or a file of captions alone.",
         )
@@ -85,9 +88,37 @@ def read_captioned(folder: Path, captions: Path | None, model: PromptedModel) ->
     return pictures
 
 
+def _captioned_in(folder: Path) -> list[Captioned]:
+    """Return the pictures of a folder that has one caption file, or a .txt beside each picture."""
+    files = sorted(file for file in folder.glob("*.*") if file.stem in _CAPTION_FILES)
+    files = [file for file in files if file.suffix.lower() in SUFFIXES]
+    if not files:
+        return list(_captioned_beside(folder))
+    if len(files) > 1:
+        names = listed([file.name for file in files])
+        raise UserError(
+            f"--data {folder}: has several files of captions: {names}",
+            f"Give the one that is meant: --captions {files[0]}",
+        )
+    pictures = list(_captioned_in_file(files[0], folder))
+    for picture in pictures:
+        beside = picture.path.with_suffix(".txt")
+        if beside.is_file() and beside != files[0] and _text_of(beside) != picture.caption:
+            raise UserError(
+                f"--data {folder}: {picture.path.name} has two captions, in {picture.location} and "
+                f"in {beside.name}",
+                f"Remove one, or give --captions {files[0]}",
+            )
+    return pictures
+
+
+def _text_of(path: Path) -> str:
+    return read_text(path, f"--data: {path}").strip(BLANKS)
+
+
 def _captioned_beside(folder: Path) -> Iterator[Captioned]:
     """Yield the pictures of a folder and below it, each with the .txt file of its name."""
-    pictures = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _PICTURES)
+    pictures = pictures_below(folder)
     missing = [path.name for path in pictures if not path.with_suffix(".txt").is_file()]
     if missing:
         raise UserError(
@@ -97,8 +128,7 @@ def _captioned_beside(folder: Path) -> Iterator[Captioned]:
         )
     for path in pictures:
         text = path.with_suffix(".txt")
-        caption = text.read_text(encoding="utf-8-sig").strip()
-        yield Captioned(path, caption, text.name)
+        yield Captioned(path, _text_of(text), text.name)
 
 
 def _captioned_in_file(path: Path, folder: Path) -> Iterator[Captioned]:
@@ -111,10 +141,11 @@ def _captioned_in_file(path: Path, folder: Path) -> Iterator[Captioned]:
         if isinstance(row, str):
             # A line of .txt as a row of the other file types.
             named = dict(zip(("file", "caption"), row.split("\t", maxsplit=1), strict=False))
-        name = text_under(named, _NAME_KEYS)
-        caption = text_under(named, _CAPTION_KEYS)
+        name = text_under(named, _NAME_KEYS, place)
+        caption = text_under(named, _CAPTION_KEYS, place)
         if name is None or caption is None:
-            raise UserError(
+            raise lacks_keys(
+                row,
                 f"{place}: has no picture and caption",
                 f"Name the picture under {', '.join(_NAME_KEYS)} "
                 f"and the caption under {', '.join(_CAPTION_KEYS)}.",
@@ -124,7 +155,7 @@ def _captioned_in_file(path: Path, folder: Path) -> Iterator[Captioned]:
             raise UserError(f"{place}: {name} is outside {folder}", "Name pictures inside it.")
         if not picture.is_file():
             raise UserError(f"{place}: no such picture {picture.name}")
-        yield Captioned(picture, caption.strip(), f"{path.name} line {number}")
+        yield Captioned(picture, caption.strip(BLANKS), f"{path.name} line {number}")
 
 
 # ---- The data

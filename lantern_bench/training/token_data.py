@@ -24,6 +24,7 @@ from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.loop import Decoded, decode, image_generators
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels
 from lantern_bench.prompts.prompt import Prompt
+from lantern_bench.storage.pictures import read_rgb
 from lantern_bench.training.drafter_job import DrafterJob
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import write_file, write_json
@@ -126,11 +127,8 @@ def decode_slots(
 def _read(path: Path, size: tuple[int, int], *, mirrored: bool) -> np.ndarray:
     """Read a picture as uint8 RGB [H, W, 3]: short side scaled to `size`, centre cropped."""
     try:
-        with Image.open(path) as opened:
-            picture = ImageOps.fit(opened.convert("RGB"), size[::-1], Image.Resampling.BICUBIC)
-    except (OSError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
-        raise UserError(
-            f"--data: {path}: cannot be read as a picture: {error}",
-            "Remove it, or save it again.",
-        ) from error
+        picture = read_rgb(path)
+    except UserError as error:
+        raise UserError(f"--data: {error.message}", error.advice) from error
+    picture = ImageOps.fit(picture, size[::-1], Image.Resampling.BICUBIC)
     return np.asarray(ImageOps.mirror(picture) if mirrored else picture)

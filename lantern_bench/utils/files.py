@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,47 @@ def cannot_write(path: Path, error: OSError | None = None, *, flag: str = "") ->
 
 
 # ---- Reading
+
+
+_MARKS = {
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
+
+
+def read_text(path: Path, name: str = "") -> str:
+    """Return the text of a file in UTF-8, without its byte order mark.
+
+    All lines end with a newline character, also where the file has carriage returns.
+
+    Args:
+        path: The file.
+        name: The file in messages, by default its path.
+
+    Raises:
+        UserError: The file is not in UTF-8. The advice converts it.
+        OSError: The file cannot be read.
+    """
+    content = path.read_bytes()
+    encoding = next((word for word, marks in _MARKS.items() if content.startswith(marks)), "")
+    # Without a mark, every second byte of English text in UTF-16 is 0.
+    if not encoding and content[:1000].count(0) > len(content[:1000]) // 4:
+        encoding = "UTF-16LE" if content[1:2] == b"\0" else "UTF-16BE"
+    problem = f"{name or path} line 1: the file is in {encoding}, not in UTF-8"
+    text = ""
+    if not encoding:
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            line = content.count(b"\n", 0, error.start) + 1
+            byte = f"byte 0x{content[error.start]:02x}"
+            problem = f"{name or path} line {line}: {byte} is not UTF-8; Windows writes CP1252"
+            encoding = "CP1252"
+    if encoding:
+        quoted = shlex.quote(str(path))
+        command = f"iconv -f {encoding} -t UTF-8 {quoted} > NEW{path.suffix}"
+        raise UserError(problem, f"Convert it from the encoding that it was written in: {command}")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_json(path: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.files import read_text
 from lantern_bench.utils.text import did_you_mean
 
 KeyPath: TypeAlias = tuple[str | int, ...]
@@ -79,6 +81,7 @@ def read_source(
         with path.open(encoding="utf-8") as file:
             text = file.read(MOST_CHARACTERS + 1)
     except UnicodeDecodeError as error:
+        read_text(path)  # raises an error that names the encoding
         raise UserError(f"{path}: not a text file in UTF-8") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
@@ -117,6 +120,12 @@ def load_yaml(text: str, name: str) -> tuple[Any, yaml.Node | None]:
         raise UserError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
+_PLAIN_NUMBERS = {
+    "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9]*)",
+    "tag:yaml.org,2002:float": r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.\w+",
+}
+
+
 class _Loader(yaml.SafeLoader):
     """A YAML loader that refuses aliases and deep nesting.
 
@@ -137,7 +146,28 @@ class _Loader(yaml.SafeLoader):
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
+        if isinstance(node, yaml.ScalarNode):
+            self._check_number(node)
         return node
+
+    def _check_number(self, node: yaml.ScalarNode) -> None:
+        """Refuse numbers that YAML reads otherwise than they look: 010 is 8, 12:30 is 750."""
+        pattern = _PLAIN_NUMBERS.get(node.tag)
+        if pattern is None or re.fullmatch(pattern, node.value):
+            return
+        number = self.construct_object(node)
+        raise yaml.MarkedYAMLError(
+            problem=f"YAML reads {node.value} as the number {number}; write a plain decimal "
+            "number, or a text in quotes",
+            problem_mark=node.start_mark,
+        )
+
+
+# A date, such as `name: 2026-11-25`, is a text.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rows if tag != "tag:yaml.org,2002:timestamp"]
+    for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 @dataclass
@@ -156,6 +186,7 @@ class Problems:
             value: The value, shown after its location unless it is None.
         """
         place = location.text
+        text += _spelling(value, text)
         if value is not None:
             separator = "" if place.endswith("=") else " "
             place += separator + show(value)
@@ -173,6 +204,19 @@ class Problems:
                 raise UserError(text)
             separator = " " if text.startswith("line ") else ": "
             raise UserError(f"{self.name}{separator}{text}")
+
+
+def _spelling(value: object, text: str) -> str:
+    """Return how a number is written that has another notation than `text` asks for."""
+    if not isinstance(value, str) or " number" not in text:
+        return ""
+    if re.fullmatch(r"\d+,\d+", value):
+        return f"; a decimal number is written {value.replace(',', '.')}"
+    with contextlib.suppress(ValueError, OverflowError):
+        number = float(value)
+        if "whole" in text and number == int(number) and not value.isdigit():
+            return f"; write {int(number)}"
+    return ""
 
 
 def _order(problem: tuple[str, int | None]) -> tuple[bool, int]:
@@ -230,6 +274,8 @@ def problems_of(
             text = f"must be {_LIMITS[kind]} {limit:,}"
         elif about.startswith("must"):
             text = about + did_you_mean(value, words)
+            if kind == "string_type" and isinstance(value, bool | int | float):
+                text += "; YAML reads it as a number or a switch, so put it in quotes"
         elif words:
             text = f"must be one of {', '.join(words)}{did_you_mean(value, words)}"
         elif kind == "model_type" and inside is not None:

@@ -75,14 +75,18 @@ def test_parti_prompts(tmp_path):
     path.write_text(
         "Prompt\tCategory\tChallenge\tNote\n"
         "bond\tAbstract\tBasic\t\n"
-        '"a ""sign"""\tWorld\tBasic\tx\n'
+        '"G I G G L E" painted on a wall\tWorld\tBasic\tx\n'
+        '"never closed\tWorld\tBasic\t\n'
+        '"in quotes"\tWorld\n'
     )
     prompts = load(f"parti:{path}")
     assert [(prompt.text, prompt.source) for prompt in prompts] == [
         ("bond", "parti:2"),
-        ('a "sign"', "parti:3"),
+        ('"G I G G L E" painted on a wall', "parti:3"),
+        ('"never closed', "parti:4"),
+        ('"in quotes"', "parti:5"),
     ]
-    assert texts(path) == ["bond", 'a "sign"']
+    assert texts(path) == [prompt.text for prompt in prompts]
 
 
 def test_imagenet_classes_with_and_without_names(tmp_path):
@@ -162,7 +166,7 @@ def test_files_of_all_kinds(tmp_path, column):
     (tmp_path / "a.txt").write_text(
         "\ufeffone red lantern\r\n\n  two blue lanterns  ", encoding="utf-8"
     )
-    (tmp_path / "a.csv").write_text(f"id,{column}\n1,one red lantern\n2,\n3,two blue lanterns\n")
+    (tmp_path / "a.csv").write_text(f"id,{column}\n1,one red lantern\n,\n3,two blue lanterns\n")
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({column: text}) + "\n\n" for text in wanted)
     )
@@ -177,12 +181,35 @@ def test_files_of_all_kinds(tmp_path, column):
     ("source", "content", "wrong"),
     [
         ("a.txt", b"\n \n", "contains no prompt"),
-        ("a.txt", b"\xff\xfe\x00", "cannot be read"),
+        ("a.txt", "one\ntwo\n".encode("utf-16"), "line 1: the file is in UTF-16, not"),
+        ("a.csv", "id,prompt\n1,two\n".encode("utf-16-le"), "line 1: the file is in UTF-16LE, not"),
+        ("coco:a", "{}".encode("utf-32"), "line 1: the file is in UTF-32, not"),
+        ("a.txt", b"one\ntwo \x93lanterns\x94\n", "line 2: byte 0x93 is not UTF-8; Windows"),
         ("a.txt", b"one red lantern\none bad lantern\n", "line 2: 'one bad lantern' is bad"),
         ("a.txt", b"bad\n" * 7, "7 prompts cannot be used"),
         ("a.csv", b"id,text\n1,one\n", "line 2: has no text under prompt or caption"),
         ("a.jsonl", b'{"prompt": "one"}\n{oops\n', "line 2: not JSON"),
         ("a.jsonl", b'{"prompt": 3}\n', "line 1: has no text"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": ""}\n', "line 2: is empty"),
+        ("a.jsonl", b'{"prompt": "a", "prompt": "b"}\n', "line 1: not JSON: the key 'prompt' st"),
+        ("a.jsonl", b'{"prompt": "a", "caption": "b"}\n', "different texts under prompt and c"),
+        ("a.jsonl", b'{"Prompt": "a", "id": 3}\n', "prompt or caption; it has 'Prompt', 'id'"),
+        ("a.csv", b"id,prompt\n1,a\n2,\n", "line 3: is empty"),
+        ("a.csv", b"prompt,prompt\na,b\n", "line 1: the column prompt stands twice"),
+        ("a.csv", b"prompt\nred, tall lantern\n", "line 2: has more fields"),
+        ("a.csv", b"prompt,note\nok,n\nred, tall lantern\n", "line 3: the comma in 'red, tall l"),
+        ("a.csv", b"note,prompt\nred, tall lantern\n", "line 2: the comma in 'red, tall lantern'"),
+        ("a.csv", b'prompt\nok\n"never closed\nother\n', "line 3: not CSV: unexpected end"),
+        ("a.csv", b'prompt\n"a" lantern\n', "line 2: not CSV"),
+        ("a.csv", b"id;prompt\n1;a\n", "it has 'id;prompt': columns separated by semicolons"),
+        ("a.tsv", b"id,prompt\n1,a\n", "it has 'id,prompt': columns separated by commas"),
+        ("a.tsv", b'prompt\tid\n"a ""sign"""\t1\n', 'line 2: \'"a ""sign"""\' is quoted as in CSV'),
+        ("a.txt", b"ok\na\x0bb\n", "line 2: contains the control character '\\x0b'"),
+        ("a.txt", b"ok\n\x0c\n", "line 2: contains the control character '\\x0c'"),
+        ("a.txt", b"ok\na\x1c\n", "line 2: contains the control character '\\x1c'"),
+        ("a.txt", "ok\na\x85b\n".encode(), "line 2: contains the control character '\\x85'"),
+        ("a.txt", "ok\n\ufeffa\n".encode(), "line 2: contains the control character '\\ufeff'"),
+        ("a.jsonl", '{"prompt": "ok"}\n{"prompt": "a\x85b"}\n'.encode(), "line 2: contains the co"),
         ("a.jsonl", b"[1]\n", "line 1: has no text"),
         ("a.parquet", b"", "unknown file type"),
         ("a.json", b'{"annotations": []}', "must be a JSON list"),
@@ -207,6 +234,7 @@ def test_files_of_all_kinds(tmp_path, column):
             b'{"annotations": [{"image_id": 7, "caption": "bad"}]}',
             "image 7: 'bad' is bad",
         ),
+        ("coco:a", b'{"annotations": [{"image_id": 7, "caption": " "}]}', "image 7: is empty"),
         ("parti:a.tsv", b"Text\tNote\na\tb\n", "line 2: has no text under prompt or caption"),
         ("parti:a.tsv", b"Prompt\tNote\na\tb\nc\td\te\n", "line 3: has more fields"),
         ("imagenet:a.json", b'["a"]', "names 1 classes"),
@@ -241,3 +269,41 @@ def test_a_set_or_file_that_is_not_there(source, wrong, advice):
     with pytest.raises(UserError, match=wrong) as caught:
         texts(source)
     assert advice in str(caught.value.advice)
+
+
+SEPARATORS_OF_UNICODE = "a\u2028b\u2029c"
+
+
+def test_only_newlines_and_carriage_returns_end_a_line(tmp_path):
+    wanted = [SEPARATORS_OF_UNICODE, "second", "third"]
+    (tmp_path / "a.txt").write_bytes("\r".join(wanted).encode())
+    (tmp_path / "b.txt").write_bytes("\r\n".join(wanted).encode())
+    (tmp_path / "c.csv").write_bytes("\r\n".join(["prompt", *wanted]).encode())
+    (tmp_path / "d.tsv").write_bytes("\n".join(["prompt", *wanted]).encode())
+    rows = (json.dumps({"prompt": text}, ensure_ascii=False) for text in wanted)
+    (tmp_path / "e.jsonl").write_bytes("\n".join(rows).encode())
+    names = [f"name {number}" for number in range(999)]
+    (tmp_path / "f.txt").write_bytes("\n".join([SEPARATORS_OF_UNICODE, *names]).encode())
+    for name in ("a.txt", "b.txt", "c.csv", "d.tsv", "e.jsonl"):
+        assert texts(tmp_path / name) == wanted
+    assert texts(f"imagenet:{tmp_path / 'f.txt'}")[0] == f"class 0: {SEPARATORS_OF_UNICODE}"
+
+
+def test_a_space_after_a_comma_that_separates_columns(tmp_path):
+    path = tmp_path / "a.csv"
+    # All rows have the space; the text is quoted; the first column has numbers.
+    for content in ("prompt, note\nred, t\n", 'prompt,note\n"red", t\n', "id,prompt\n1, red\n"):
+        path.write_text(content)
+        assert texts(path) == ["red"]
+
+
+def test_texts_that_occur_twice_are_kept(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\none\nthree\n")
+    prompts = load(path)
+    assert [prompt.source for prompt in prompts] == ["a.txt:1", "a.txt:2", "a.txt:3", "a.txt:4"]
+    facts = describe_prompts(str(path), Anything(), prompts)
+    assert (facts["prompts"], facts["repeated_texts"]) == (4, 1)
+    assert texts(f"{path}#0-3") == ["one", "two", "one"]
+    assert set(texts(f"{path}#2")) <= set(texts(f"{path}#3"))
+    assert sorted(texts(f"{path}#4")) == ["one", "one", "three", "two"]

@@ -5,8 +5,11 @@ the long tests.
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -27,7 +30,7 @@ from lantern_bench.config.experiment import load_experiment, shipped_experiments
 from lantern_bench.config.settings import Settings
 from lantern_bench.methods.catalog import MODES, PARAMETERS, RULES, has_parameter
 from lantern_bench.models.model_file import read_model_file
-from lantern_bench.prompts.sets import SUFFIXES, load_prompts
+from lantern_bench.prompts.sets import BLANKS, SUFFIXES, load_prompts
 from lantern_bench.storage.run_directory import done_images, read_records, read_scores
 from lantern_bench.storage.schema import columns
 from lantern_bench.utils.errors import LanternError
@@ -175,6 +178,64 @@ def test_prompt_files(suffix: str, count: int, tmp_path: Path) -> None:
             assert prompt.text == prompt.text.strip()
 
     fuzz(count, [COCO if suffix == "coco" else PROMPTS[suffix]], read)
+
+
+# Any text, most of it with characters that mean something in one of the formats.
+_SIGNS = "\"',;|\\ \x00\x0b\x0c\x1c\x1e\x85\xa0\u2028\u2029\ufeff"
+_CHARACTERS = st.one_of(st.sampled_from(_SIGNS), st.characters(codec="utf-8"))
+
+
+def _rows_of(suffix: str, texts: list[str], quotes: list[bool]) -> list[str]:
+    """Return a row of a file for each text, with and without quotes."""
+    rows = []
+    for text, quoted in zip(texts, quotes, strict=True):
+        if suffix == ".jsonl":
+            rows.append(json.dumps({"prompt": text}, ensure_ascii=quoted))
+        elif suffix == ".csv":
+            quoting = csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL
+            row = io.StringIO()
+            csv.writer(row, quoting=quoting, lineterminator="").writerow([text, "x"])
+            rows.append(row.getvalue())
+        else:
+            row_text = f'"{text}"' if quoted else text
+            rows.append(row_text if suffix == ".txt" else f"{row_text}\tx")
+    return rows
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".tsv", ".jsonl"])
+def test_each_row_is_one_prompt_or_an_error_with_its_line(
+    suffix: str, end: str, count: int, tmp_path: Path
+) -> None:
+    path = tmp_path / f"prompts{suffix}"
+    one_line = st.text(_CHARACTERS, max_size=6).map(lambda text: re.sub(r"[\n\r\t]", "", text))
+    outcomes = {"read": 0, "refused": 0}
+
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(st.tuples(one_line, st.booleans()), min_size=1, max_size=4))
+    def each(written: list[tuple[str, bool]]) -> None:
+        texts = [text for text, _ in written]
+        quotes = [quoted for _, quoted in written]
+        rows = _rows_of(suffix, texts, quotes)
+        header = {".csv": ["prompt,n"], ".tsv": ["prompt\tn"]}.get(suffix, [])
+        path.write_bytes(end.join([*header, *rows]).encode())
+        wanted = texts
+        if suffix in (".txt", ".tsv"):
+            wanted = [row.removesuffix("\tx") for row in rows]
+        if suffix == ".txt":  # empty lines separate paragraphs of prompts
+            wanted = [text for text in wanted if text.strip(BLANKS)]
+        try:
+            prompts = load_prompts(str(path), ANY_PROMPT)
+        except LanternError as error:
+            assert not wanted or re.search(r"\bline \d+: ", str(error)), error
+            outcomes["refused"] += 1
+        else:
+            assert [prompt.text for prompt in prompts] == [text.strip(BLANKS) for text in wanted]
+            outcomes["read"] += 1
+
+    each()
+    assert min(outcomes.values()) > count / 50, outcomes
 
 
 @pytest.mark.parametrize("count", COUNTS)
