@@ -171,10 +171,11 @@ class ExperimentReader:
             elif key in ALLOWED:
                 self.problems.add(location, "takes one value", ",".join(map(str, typed)))
             else:
-                text = "unknown key" + did_you_mean(key, (*_PARAMETERS, *ALLOWED))
+                hint = did_you_mean(key, (*_PARAMETERS, *ALLOWED))
                 if key == "mode":
-                    text = "unknown key; cells are picked with --modes"
-                text += " (`lantern-bench sweep --help-all` lists the keys, as flags)"
+                    hint = "; cells are picked with --modes"
+                list_keys = " (`lantern-bench sweep --help-all` lists the keys, as flags)"
+                text = f"unknown key{hint or list_keys}"
                 self.problems.add(location, text, ",".join(map(str, typed)))
 
     def cells(self, settings: Settings) -> list[CellEntry]:

@@ -41,7 +41,7 @@ class ClipScorer:
 
     model: Any
     preprocess: Callable[[Image.Image], Tensor]
-    tokenizer: Callable[[list[str]], Tensor]
+    tokenizer: Any  # of open_clip: called with texts, and with a context length if not its own
     label: str  # name in results, with the fingerprint of the weights
     prefix: str  # put before every caption
     device: torch.device | str
@@ -63,6 +63,17 @@ class ClipScorer:
             return self.model.encode_text(tokens.to(self.device), normalize=True)
 
         return _by_batches(captions, encode)
+
+    def cut(self, captions: Sequence[str]) -> list[bool]:
+        """Return which captions are longer than the context: the model sees only their beginning.
+
+        Such a caption has a token, and not padding, after the last position of the context.
+        """
+        longer = self.tokenizer.context_length + 1
+        texts = [self.prefix + caption for caption in captions]
+        padding = self.tokenizer([""], context_length=longer)[0, -1]
+        tokens = self.tokenizer(texts, context_length=longer)
+        return (tokens[:, -1] != padding).tolist()
 
     def __call__(self, pictures: Sequence[Tensor], captions: Sequence[str]) -> list[float]:
         """Return the cosine of each picture, uint8 [3, h, w], with its own caption, in [-1, 1]."""
@@ -160,12 +171,25 @@ class EachPicture:
 
     score: Callable[[Tensor, str], float | None]  # of a picture uint8 [3, h, w] and its caption
     label: str | None  # name in results; None where the protocol names the network
+    # Tokens of a caption, and how many of them the network sees; None: all of them.
+    tokens: Callable[[str], Sequence[int]] | None = None
+    most_tokens: int = 0
+
+    def cut(self, captions: Sequence[str]) -> list[bool]:
+        """Return which captions are longer than the network reads."""
+        if self.tokens is None:
+            return [False] * len(captions)
+        return [len(self.tokens(caption)) > self.most_tokens for caption in captions]
 
     @torch.inference_mode()
     def __call__(self, pictures: Sequence[Tensor], captions: Sequence[str]) -> list[float | None]:
         """Return the score of each picture for its own caption; None without one."""
         pairs = zip(pictures, captions, strict=True)
         return [self.score(picture, caption) for picture, caption in pairs]
+
+
+_REWARD_TOKENS = 35
+"""Tokens of a caption that ImageReward sees; its package cuts the rest off."""
 
 
 def image_reward(_protocol: Protocol, device: torch.device | str) -> EachPicture:
@@ -191,7 +215,16 @@ def image_reward(_protocol: Protocol, device: torch.device | str) -> EachPicture
     def reward(picture: Tensor, caption: str) -> float:
         return float(model.score(caption, to_pil_image(picture)))
 
-    return EachPicture(reward, label=f"image-reward-1.0@{remembered_sha256(path)[:8]}")
+    label = f"image-reward-1.0@{remembered_sha256(path)[:8]}"
+    tokenizer = getattr(getattr(model, "blip", None), "tokenizer", None)
+    if tokenizer is None:
+        return EachPicture(reward, label)
+    return EachPicture(
+        reward,
+        label,
+        tokens=lambda caption: tokenizer(caption)["input_ids"],
+        most_tokens=_REWARD_TOKENS,
+    )
 
 
 def prompt_accuracy(_protocol: Protocol, device: torch.device | str) -> EachPicture:

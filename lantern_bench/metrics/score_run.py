@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -63,6 +63,15 @@ class Scorers:
             unnamed = f"{name}@{METRICS[name].fingerprint()}"
             labels.append(getattr(scorer, "label", unnamed))
         return "; ".join(label for label in labels if label) or None
+
+    def cut(self, captions: Sequence[str]) -> set[tuple[str, str]]:
+        """Return the captions that a metric sees the beginning of, after the metric's name."""
+        found = set[tuple[str, str]]()
+        for name, scorer in self.of_pictures.items():
+            if hasattr(scorer, "cut"):
+                too_long = zip(captions, scorer.cut(captions), strict=True)
+                found |= {(name, caption) for caption, is_cut in too_long if is_cut}
+        return found
 
 
 def load_scorers(protocol: Protocol, reference: str | None, device: str) -> Scorers:
@@ -250,6 +259,8 @@ def score_pictures(
     families = ar_families(cells) if against else []
     # The records and the features of the cells of `families`.
     of_families: dict[str, tuple[list[Row], list[FeatureSets]]] = {}
+    captions = set[str]()
+    cut = set[tuple[str, str]]()  # metrics, and captions of which they saw the beginning
 
     for done, (cell_id, rows) in enumerate(cells.items(), start=1):
         # 1. All pictures of the cell against the reference.
@@ -271,6 +282,8 @@ def score_pictures(
         scores = dict[str, Any](figures.of_images)
         if existing:
             prompts = [record["prompt"] for record in existing]
+            captions.update(prompts)
+            cut |= scorers.cut(prompts)
             scores |= {
                 name: scorer(pictures, prompts) for name, scorer in scorers.of_pictures.items()
             }
@@ -288,6 +301,10 @@ def score_pictures(
             cell = {"cell_id": cell_id, "level": "cell", "n": len(existing)}
             yield used | cell | figures.columns | {"note": "; ".join(notes) or None}
         emit(ProgressEvent("scoring", done, len(cells)))
+
+    for name, count in Counter(name for name, _ in cut).items():
+        text = f"{name}: {count:,} of {len(captions):,} captions are longer than its network reads"
+        emit(Note(text, "Their scores are of their first words.", "warning"))
 
     # 4. Sets of ar images with other seeds against each other.
     for family in families:

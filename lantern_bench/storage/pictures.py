@@ -110,7 +110,7 @@ def read_rgb(path: Path) -> Image.Image:
             with contextlib.suppress(OSError, SyntaxError, ValueError, TypeError, struct.error):
                 picture = ImageOps.exif_transpose(opened)
             if picture.has_transparency_data:
-                _refuse_transparency(picture, path)
+                picture = _opaque(picture, path)
             return _in_8_bits(picture, path, is_png=opened.format == "PNG").convert("RGB")
     except (OSError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
         raise UserError(
@@ -118,14 +118,16 @@ def read_rgb(path: Path) -> Image.Image:
         ) from error
 
 
-def _refuse_transparency(picture: Image.Image, path: Path) -> None:
-    opacity = picture.convert("RGBA").getchannel("A").tobytes()
-    if min(opacity) < 255:
+def _opaque(picture: Image.Image, path: Path) -> Image.Image:
+    """Return a picture with an alpha channel as RGBA; refuse it if it is transparent somewhere."""
+    picture = picture.convert("RGBA")
+    if min(picture.getchannel("A").tobytes()) < 255:
         raise UserError(
             f"{path}: is transparent in places, so that its colours depend on what is behind it",
             "Put it on a background, for example with ImageMagick: "
             f"mogrify -background white -alpha remove -alpha off {path.name}",
         )
+    return picture
 
 
 def _in_8_bits(picture: Image.Image, path: Path, *, is_png: bool) -> Image.Image:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lantern_bench.config.experiment import load_experiment
-from lantern_bench.config.settings import Overrides
+from lantern_bench.config.settings import Overrides, decimal_commas
 from lantern_bench.methods.catalog import MODES
 from lantern_bench.utils.errors import UserError
 
@@ -243,9 +243,33 @@ def test_a_top_level_that_is_wrong(tmp_path: Path, line: str, expected: str) -> 
             "and the modes here are ar, speculative",
         ),
         ({}, {"settings": ["beam=0"]}, "--set beam=0: must be a whole number of at least 1"),
-        ({}, {"settings": ["bean=3"]}, "--set bean: unknown key; did you mean beam?"),
+        ({}, {"settings": ["bean=3"]}, "--set bean=3: unknown key; did you mean beam?"),
+        (
+            {},
+            {"settings": ["foo=1"]},
+            "--set foo=1: unknown key (`lantern-bench sweep --help-all` lists the keys, as flags)",
+        ),
+        (
+            {"images": "1e6"},
+            {},
+            "--images 1e6: must be a whole number of at least 1; write 1000000",
+        ),
+        (
+            {"batch": "1,8.0e0"},
+            {},
+            "--batch 8.0e0: must be a whole number of at least 1, or a list of them; write 8",
+        ),
+        (
+            {},
+            {"settings": ["beam=1e1"]},
+            "--set beam=1e1: must be a whole number of at least 1; write 10",
+        ),
         ({}, {"settings": ["beam"]}, "--set beam: must have the form key=value"),
-        ({}, {"settings": ["mode=ar"]}, "--set mode: unknown key; cells are picked with --modes"),
+        (
+            {},
+            {"settings": ["mode=ar"]},
+            "--set mode=ar: unknown key; cells are picked with --modes",
+        ),
         (
             {"tree": "[[0], [2]]"},
             {},
@@ -351,8 +375,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     ):
         load_experiment("lantrns", MODELS)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="not a text file"):
+    with pytest.raises(UserError, match=r"binary\.yaml line 1: the file is in UTF-16"):
         load_experiment(tmp_path / "binary.yaml", MODELS)
+    (tmp_path / "windows.yaml").write_bytes(b"name: a\ndescription: caf\xe9\n")
+    with pytest.raises(UserError, match=r"windows.yaml line 2: byte 0xe9 is not UTF-8"):
+        load_experiment(tmp_path / "windows.yaml", MODELS)
     (tmp_path / "control.yaml").write_bytes(b"name: \x01")
     with pytest.raises(UserError, match="not valid YAML"):
         load_experiment(tmp_path / "control.yaml", MODELS)
@@ -412,3 +439,67 @@ def test_whatever_is_written_is_understood_or_refused(
         assert error.message
     else:
         assert experiment.run_name
+
+
+@pytest.mark.parametrize(
+    ("line", "reading"),
+    [
+        ("images: 010", "YAML reads 010 as the number 8"),
+        ("images: 0x10", "YAML reads 0x10 as the number 16"),
+        ("images: 0b11", "YAML reads 0b11 as the number 3"),
+        ("images: 1_000", "YAML reads 1_000 as the number 1000"),
+        ("seed: 12:30", "YAML reads 12:30 as the number 750"),
+        ("seed: 1:2:3.5", "YAML reads 1:2:3.5 as the number 3723.5"),
+        ("temperature: 1_0.5", "YAML reads 1_0.5 as the number 10.5"),
+        ("name: 0o", ""),
+        ("name: 2026-11-25", ""),
+        ("name: '010'", ""),
+        ("temperature: .5", ""),
+        ("temperature: 1.", ""),
+        ("temperature: 1.5e+0", ""),
+        ("seed: +10", ""),
+    ],
+)
+def test_numbers_that_yaml_reads_otherwise_than_they_look(
+    tmp_path: Path, line: str, reading: str
+) -> None:
+    text = f"model: lanterns\n{line}\ncells: [{{mode: ar}}]\n"
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    if not reading:
+        load_experiment(path, MODELS)
+        return
+    with pytest.raises(UserError) as caught:
+        load_experiment(path, MODELS)
+    assert f"mine.yaml line 2, column {line.index(':') + 3}" in caught.value.message
+    assert f"{reading}; write a plain decimal number, or a text in quotes" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        (
+            "name: 2026",
+            "it names a folder); YAML reads it as a number or a switch, so put it in qu",
+        ),
+        ("prompts: no", "or a file; YAML reads it as a number or a switch, so put it in quotes"),
+        ("images: 1e6", "images 1e6: must be a whole number of at least 1; write 1000000"),
+        ("temperature: 0,7", "(0 is greedy); a decimal number is written 0.7"),
+    ],
+)
+def test_the_cause_of_a_wrong_value_is_named(tmp_path: Path, line: str, hint: str) -> None:
+    assert hint in message(tmp_path, f"model: lanterns\n{line}\ncells: [{{mode: ar}}]\n")
+
+
+def test_a_list_of_two_integers_may_be_a_decimal_comma() -> None:
+    def notes(settings: list[str] | None = None, **flags: Any) -> list[str]:
+        return decimal_commas(flags, settings)
+
+    said = "read as two values, 0 and 7. A decimal number is written 0.7."
+    assert notes(temperature=["0,7"]) == [f"--temperature 0,7: {said}"]
+    assert notes(["temperature=0,7"]) == [f"--set temperature=0,7: {said}"]
+    assert notes(lambda_=["1,0"], cfg_scale=["3,5"], top_p=None) == [
+        "--lambda 1,0: read as two values, 1 and 0. A decimal number is written 1.0.",
+        "--cfg-scale 3,5: read as two values, 3 and 5. A decimal number is written 3.5.",
+    ]
+    assert not notes(["depth=1,2"], temperature=["0,7,1", "0.7,1", "[0, 7]"], beam=["1,2"])

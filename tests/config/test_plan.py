@@ -215,3 +215,20 @@ def test_texts_that_are_no_shard_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="must be i/n with i from 1 to n"):
         parse_shard(text)
     assert parse_shard("2/8") == Shard(2, 8)
+
+
+def test_a_text_that_occurs_twice_gets_a_seed_for_each_time() -> None:
+    prompts = [Prompt("a", "f:1"), Prompt("b", "f:2"), Prompt("a", "f:3")]
+    plan = plan_of(prompts, images=6)
+    tasks = [task for task in plan.tasks if task.cell == plan.cells[0]]
+    assert [(task.prompt.source, task.repeat) for task in tasks] == [
+        ("f:1", 0),
+        ("f:2", 0),
+        ("f:3", 1),
+        ("f:1", 2),
+        ("f:2", 1),
+        ("f:3", 3),
+    ]
+    assert len({task.seed for task in tasks}) == 6
+    repeated = plan_of(prompts, images=4, repeats=3).tasks
+    assert len({task.key for task in repeated}) == len(repeated)

@@ -205,6 +205,29 @@ def test_folder_reference_reads_pictures_by_name(tmp_path: Path) -> None:
     assert f"{tmp_path.name}, n=2, sha256=" in reference.label
 
 
+def test_pictures_in_subfolders_belong_to_a_reference(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    names = ("set/n01/a.JPEG", "set/n02/a.JPEG", "set/n02/deep/b.bmp", "elsewhere/c.png")
+    for name in (*names, "set/.hidden/d.png", "set/__MACOSX/e.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    for name in ("set/._a.png", "set/n01/._a.JPEG"):
+        (tmp_path / name).write_bytes(b"\0\5\x16\7")
+    (tmp_path / "set" / "linked").symlink_to(elsewhere)
+    (tmp_path / "set" / "n01" / "up").symlink_to(tmp_path / "set")
+    reference = extractors.folder_reference(tmp_path / "set")
+    found = [path.relative_to(tmp_path / "set").as_posix() for path in reference.paths]
+    assert found == ["linked/c.png", "n01/a.JPEG", "n02/a.JPEG", "n02/deep/b.bmp"]
+
+
+def test_float32_statistics_are_possible(tmp_path: Path) -> None:
+    """Of fewer pictures than features, so that many eigenvalues are 0 up to rounding."""
+    features = np.random.default_rng(0).normal(size=(40, 64)).astype(np.float32)
+    covariance = np.cov(features, rowvar=False).astype(np.float32)
+    np.savez(tmp_path / "a.npz", mu=features.mean(axis=0), sigma=covariance)
+    assert extractors.find_reference(str(tmp_path / "a.npz"), EMBEDDED) is not None
+
+
 def test_a_coco_annotation_lists_the_pictures(tmp_path: Path) -> None:
     folder = paint(tmp_path / "val")
     listed = {
@@ -228,20 +251,39 @@ def test_a_coco_annotation_lists_the_pictures(tmp_path: Path) -> None:
         ("val.json", "[", "not a COCO annotation file"),
         ("wrong.npz", {"mu": np.zeros(3)}, "mu"),
         ("wrong.npz", {"mu": np.zeros(3), "sigma": np.eye(4)}, "mu"),
+        ("a.npz", {"mu": np.array([0, np.nan, 0]), "sigma": np.eye(3)}, "mu has 1 values that are"),
+        (
+            "a.npz",
+            {"mu": np.zeros(3), "sigma": np.full((3, 3), np.inf)},
+            "sigma has 9 values that are",
+        ),
+        ("a.npz", {"mu": np.zeros(3), "sigma": np.tri(3)}, "sigma is not symmetric"),
+        ("a.npz", {"mu": np.zeros(3), "sigma": -np.eye(3)}, "the largest variance in sigma is -1"),
+        ("a.npz", {"mu": np.zeros(3), "sigma": np.diag([1, 2, -0.1])}, "negative variance -0.1"),
+        ("a.npz", {"mu": np.zeros(3), "sigma": np.zeros((3, 3))}, "the largest variance"),
+        ("a.npz", {"mu": np.zeros(3), "sigma": np.eye(3), "n": 1}, "n is 1, and a covariance"),
+        ("a.npz", {"mu": np.zeros(3), "sigma": np.eye(3), "n": 9.5}, "n is 9.5"),
+        ("a.npz", {"mu": np.zeros(3), "sigma": np.eye(3), "n": [5, 6]}, "not a file of stat"),
+        ("a.npz", {"mu": np.zeros(3), "sigma": np.eye(3) * 1j}, "not a file of statistics"),
+        ("a.npz", "PK broken", "not a file of statistics"),
         ("nowhere", None, "no such folder or file"),
-        ("", None, "no pictures"),
+        ("others", None, "no pictures in the reference folder others, which holds 2 .npy, 1 .tar"),
     ],
 )
 def test_references_that_cannot_be_used(
-    tmp_path: Path, file: str, content: Any, problem: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, content: Any, problem: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     paint(tmp_path / "val")
+    (tmp_path / "others").mkdir()
+    for name in ("a.npy", "b.npy", "c.tar", "._d.png"):
+        (tmp_path / "others" / name).touch()
     if isinstance(content, str):
         (tmp_path / file).write_text(content)
     elif content:
         np.savez(tmp_path / file, **content)
     with pytest.raises(UserError, match=problem):
-        extractors.find_reference(str(tmp_path / file), EMBEDDED)
+        extractors.find_reference(file, EMBEDDED)
 
 
 def test_statistics_from_a_file(tmp_path: Path, extractor: extractors.Extractor) -> None:

@@ -93,6 +93,14 @@ def test_clip_score_equals_open_clip(folder: Path, pictures: torch.Tensor) -> No
         assert score == pytest.approx(float(torch.cosine_similarity(image, text, dim=0)), abs=1e-5)
 
 
+def test_captions_longer_than_the_context_are_counted(folder: Path) -> None:
+    """The context of the tiny model has 12 tokens, two of which are the start and the end."""
+    captions = ["", "red " * 10, "red " * 11, "red " * 100]
+    assert image_scorers.load_clip(weights=folder).cut(captions) == [False, False, True, True]
+    prefixed = image_scorers.load_clip(weights=folder, prefix="a photo ")
+    assert prefixed.cut(captions[:2]) == [False, True]
+
+
 def test_the_prefix_is_put_before_captions(folder: Path, pictures: torch.Tensor) -> None:
     plain = image_scorers.load_clip(weights=folder)
     prefixed = image_scorers.load_clip(weights=folder, prefix="a photo of ")
@@ -210,6 +218,8 @@ def test_image_reward_goes_through_its_package(
     calls: list[Any] = []
 
     class Model:
+        blip = types.SimpleNamespace(tokenizer=lambda text: {"input_ids": text.split()})
+
         def score(self, prompt: str, image: Image.Image) -> float:
             calls.append((prompt, image.size))
             return float(len(prompt))
@@ -231,6 +241,7 @@ def test_image_reward_goes_through_its_package(
     scorer = load("image_reward")
     assert scorer.label.startswith("image-reward-1.0@")
     assert scorer(torch.zeros(2, 3, 8, 9, dtype=torch.uint8), ["red", "blue!"]) == [3.0, 5.0]
+    assert scorer.cut(["red " * 35, "red " * 36]) == [False, True]
     assert calls == [
         (str(tmp_path / "ImageReward.pt"), str(tmp_path)),
         ("red", (9, 8)),

@@ -39,7 +39,7 @@ from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import TABLES
 from lantern_bench.sweeps.decode_missing import key_fields
 from lantern_bench.utils.errors import RefusedError
-from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
+from lantern_bench.utils.progress import Emit, Note, ProgressEvent, ignore_events
 from scripts.train_lanterns.part_tasks import CLIP_CONFIG, save_clip
 from scripts.train_lanterns.parts import write_weights
 from scripts.train_lanterns.scenes import render
@@ -225,6 +225,18 @@ def test_scoring_reports_progress_by_cell(run: Run) -> None:
     assert {row["level"] for row in rows} == {"image"}
     assert events == [ProgressEvent("scoring", 1, 2), ProgressEvent("scoring", 2, 2)]
     assert _score((folder, []), Scorers(NOTHING)) == []
+
+
+def test_scoring_says_how_many_captions_were_cut(run: Run, scorers: Scorers) -> None:
+    events: list[object] = []
+    folder, records = run
+    records = [{**records[0], "prompt": "red " * 80}, *records[1:]]
+    without_sets = dataclasses.replace(scorers, extractors=[])
+    cells = finished_by_cell(records)
+    list(score_run.score_pictures(cells, folder, without_sets, emit=events.append))
+    notes = [event for event in events if isinstance(event, Note)]
+    text = "clip_score: 1 of 7 captions are longer than its network reads"
+    assert [(note.text, note.level) for note in notes] == [(text, "warning")]
 
 
 EXPERIMENT = """
