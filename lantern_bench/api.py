@@ -428,6 +428,8 @@ def load_model(
 
     compute = choose_compute(device, dtype)
     model = registry.model_of(name).load(compute.device, compute.dtype)
+    for remark in model.remarks:
+        warnings.warn(remark, stacklevel=2)
     set_space(model, neighbour_space)
     return model
 

@@ -32,7 +32,7 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.storage.schema import Row, frame, write_csv
 from lantern_bench.utils.clock import now
 from lantern_bench.utils.files import write_json
-from lantern_bench.utils.progress import Emit, Note, ProgressEvent
+from lantern_bench.utils.progress import Emit, Note, ProgressEvent, ignore_events
 from lantern_bench.utils.text import duration
 
 Rows: TypeAlias = list[Row]
@@ -89,7 +89,7 @@ def certify(plan: CertificationPlan, folder: Path, emit: Emit) -> dict[str, Rows
     settings = plan.resolved.settings
     compute = choose_compute(settings.device, settings.dtype, fast=True)
     trials = plan_trials(plan, compute.dtype_name)
-    models = load_by_dtype(plan, compute, trials)
+    models = load_by_dtype(plan, compute, trials, emit=emit)
     model = models[compute.dtype_name]
     note = compile_models([model], compute) if settings.compile else None
     if note is not None:
@@ -157,7 +157,11 @@ def certify(plan: CertificationPlan, folder: Path, emit: Emit) -> dict[str, Rows
 
 
 def load_by_dtype(
-    plan: CertificationPlan, compute: Compute, trials: Sequence[Trial]
+    plan: CertificationPlan,
+    compute: Compute,
+    trials: Sequence[Trial],
+    *,
+    emit: Emit = ignore_events,
 ) -> dict[str, LoadedModel]:
     """Load the model in its own dtype and in the dtypes of the trials.
 
@@ -165,15 +169,18 @@ def load_by_dtype(
         plan: Names the model.
         compute: The device and the model's own dtype.
         trials: The trials that will be run.
+        emit: Receives remarks on the files, once.
 
     Returns:
         The models by dtype name.
     """
     names = {compute.dtype_name, *(trial.dtype for trial in trials if trial.dtype)}
-    return {
-        name: load_models(plan.resolved, compute._replace(dtype=getattr(torch, name)))[plan.model]
-        for name in sorted(names)
-    }
+    models = {}
+    for name in sorted(names):
+        of_type = compute._replace(dtype=getattr(torch, name))
+        hears = emit if of_type == compute else ignore_events
+        models[name] = load_models(plan.resolved, of_type, hears)[plan.model]
+    return models
 
 
 def rejection_level(trials: Sequence[Trial]) -> float:

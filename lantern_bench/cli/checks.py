@@ -93,6 +93,8 @@ def check_model(
     for text in prompts:
         described.check_prompt(text)
     loaded = described.load(compute.device, compute.dtype)
+    for remark in loaded.remarks:
+        console.warn(remark)
     results = check_model_module.check_model(
         loaded,
         prompts,

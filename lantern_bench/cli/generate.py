@@ -113,7 +113,7 @@ def generate(
             model, device=compute.device, dtype=compute.dtype, generator=generator
         )
     else:
-        (loaded,) = load_models(resolved, compute).values()
+        (loaded,) = load_models(resolved, compute, console.note).values()
     loaded.pixel_decoder()
     cells: Sequence[Cell] = resolved.cells
     if "all" in modes:

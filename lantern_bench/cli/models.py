@@ -42,7 +42,8 @@ def models(
         )
         return
     described = model_of(model)
-    console.table(_parts(described), title=f"{described.name}: {described.description}")
+    parts = [part | _weights(described, part, console) for part in _parts(described)]
+    console.table(parts, title=f"{described.name}: {described.description}")
     row = _row(described)
     if row["missing"]:
         console.say(": ".join(filter(None, ["missing", row["missing"], row["get"]])))
@@ -95,6 +96,32 @@ def _parts(model: Model) -> list[dict[str, Any]]:
             row["licence"] = sources[0].licence
         rows.append(row)
     return rows
+
+
+def _weights(model: Model, part: dict[str, Any], console: Console) -> dict[str, Any]:
+    """Return the hash of a part's weights and the published file that has it.
+
+    Warns of weights that are zeros, and of what else is odd about the file.
+    """
+    from lantern_bench.models.checkpoints.checkpoint import is_mostly_zero, open_checkpoint
+    from lantern_bench.utils.files import hash_of
+
+    hashed = {"sha256": "", "published_file": ""}
+    if not part["found"] or part["part"] not in ("target", "tokenizer", "drafter"):
+        return hashed
+    try:
+        checkpoint = open_checkpoint(Path(part["place"]), entry=model.entry_of(part["part"]))
+    except UserError as error:
+        console.warn(error.message, error.advice)
+        return hashed
+    checkpoint.note_zeros(
+        name for name, tensor in checkpoint.items() if is_mostly_zero(name, tensor)
+    )
+    for remark in checkpoint.remarks:
+        console.warn(remark)
+    hashed["sha256"] = hash_of(checkpoint.paths)
+    hashed["published_file"] = hub.published_file(hashed["sha256"]) or "not known"
+    return hashed
 
 
 def show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame:

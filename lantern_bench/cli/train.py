@@ -90,6 +90,8 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console) -> None:
         raise UserError(f"--compile: {problem}", "Leave it out.")
     model = model_of(flags.target).load(compute.device, compute.dtype)
     shown = console if distributed.first else Console(quiet=True)
+    for remark in model.remarks:
+        shown.warn(remark)
     try:
         with shown.events() as emit:
             report, evaluated = train_drafter(

@@ -14,7 +14,10 @@ import msgspec
 
 from lantern_bench.models.checkpoints import hub
 from lantern_bench.models.model import Model
-from lantern_bench.models.networks.transformer_config import TransformerConfig
+from lantern_bench.models.networks.transformer_config import (
+    TransformerConfig,
+    with_one_rope_base,
+)
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import hash_of, read_json
 
@@ -99,6 +102,7 @@ class CheckpointModel(Model):
             self.description += f", {height}x{width} px, {spec.parameters / 1e6:,.0f}M parameters"
         self.aliases = spec.aliases
         self.parameters = spec.parameters
+        self.remarks: list[str] = []  # what the user should know of its config and files
 
     @classmethod
     def of_file(cls, file: ModelFile, spec: ModelSpec) -> Self:
@@ -194,12 +198,18 @@ class CheckpointModel(Model):
         """The target's config: the defaults, overridden by config.json, then by the model file."""
         config = dict(self.family_spec.config)
         for stated in (self.spec.config, self._config_beside(), self.file_config):
-            for key, value in stated.items():
+            for key, value in self.with_one_name(stated).items():
                 before = config.get(key)
                 if isinstance(value, Mapping) and isinstance(before, Mapping):
                     config[key] = {**before, **value}
                 elif value is not None:
                     config[key] = value
+        return config
+
+    def with_one_name(self, stated: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the config of one source, in which every size has one name."""
+        config, remarks = with_one_rope_base(stated)
+        self.remarks += [f"{self.file.path if self.file else self.folder}: {x}" for x in remarks]
         return config
 
     def _config_beside(self) -> Mapping[str, Any]:
@@ -231,6 +241,58 @@ class CheckpointModel(Model):
             name: hub.expected_path(part) for name, part in hub.PARTS.get(self.name, {}).items()
         }
 
+    def open_part(self, part: str) -> Checkpoint:
+        """Open the target's or the tokenizer's checkpoint, the entry that the model file names."""
+        from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
+
+        path = self.paths.get(part, self.paths["target"])
+        return open_checkpoint(path, self.rename_tensor, self.entry_of(part))
+
+    def entry_of(self, part: str) -> str | None:
+        """Return the entry of a part's file that the model file names."""
+        return getattr(getattr(self.file, part, None), "weights", None)
+
+    def head_key(self, checkpoint: Checkpoint, embedding: str, section: str = "") -> str:
+        """Return the tensor of the output head, which is the embedding in a tied model.
+
+        Args:
+            checkpoint: The checkpoint.
+            embedding: Its embedding.
+            section: The section of config.json that describes the decoder.
+
+        Raises:
+            UserError: The config says something else.
+        """
+        import torch
+
+        key = "tie_word_embeddings"
+        head = "lm_head.weight"
+        stated = {key: self.config.get(key)}
+        if section:
+            stated[f"{section}.{key}"] = (self.config.get(section) or {}).get(key)
+        said = {name: value for name, value in stated.items() if value is not None}
+        if head not in checkpoint:
+            for name, value in said.items():
+                if not value:
+                    raise self.error_at(
+                        name,
+                        f"is false, and {checkpoint.path} has no {head}",
+                        "Download the checkpoint again; if its head is its embedding, state true.",
+                    )
+            if not said:
+                self.remarks.append(f"{checkpoint.path}: has no {head}: its embedding is the head")
+            return embedding
+        for name, value in list(said.items())[:1]:
+            if value and not torch.equal(
+                checkpoint[head], checkpoint.get(embedding, torch.empty(0))
+            ):
+                raise self.error_at(
+                    name,
+                    f"is true, and {checkpoint.path} has a {head} that differs from {embedding}",
+                    "State false if the head is a matrix of its own.",
+                )
+        return head
+
     def load_target(
         self, device: torch.device, dtype: torch.dtype
     ) -> tuple[TransformerTarget, tuple[Path, ...]]:
@@ -253,15 +315,27 @@ class CheckpointModel(Model):
             ignored=self.family_spec.ignored,
             wanted=f"{self.family_spec.kind}, {config.layers} layers of width {config.dim}",
         )
+        self.remarks += checkpoint.remarks
         return target, checkpoint.paths
 
     def open_target(self) -> Checkpoint:
         """Open the target's checkpoint. Raises `UserError` for another kind of model."""
-        from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
-
-        checkpoint = open_checkpoint(self.paths["target"], self.rename_tensor)
-        checkpoint.require(self.family_spec.marker, self.family_spec.kind)
+        checkpoint = self.open_part("target")
+        checkpoint.require(
+            self.family_spec.marker, self.family_spec.kind, advice=self._where_published
+        )
         return checkpoint
+
+    @property
+    def _where_published(self) -> str:
+        """The advice for a checkpoint of another kind."""
+        repos = [
+            hub.PARTS[name]["target"][0].repo
+            for name in self.family_spec.models
+            if name in hub.PARTS
+        ]
+        known = ", ".join(dict.fromkeys(repos))
+        return f"Give the checkpoint of this model. The published files that are read: {known}."
 
     def _check_target(self, checkpoint: Checkpoint) -> None:
         """Raise `UserError` if layout or number of layers differ from the stated ones."""
@@ -289,9 +363,9 @@ class CheckpointModel(Model):
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load the model. Without a drafter it decodes with modes that need none."""
         if not self.paths:
-            # With its files, because they may state other sizes than `spec`.
+            # With its files, because they may state other sizes than the published spec.
             return type(self)(self.name, self.spec, hub.local_paths(self.name)).load(device, dtype)
-        from lantern_bench.models.checkpoints.checkpoint import open_checkpoint, read_own_table
+        from lantern_bench.models.checkpoints.checkpoint import read_own_table
         from lantern_bench.models.checkpoints.drafter_files import give_drafter
         from lantern_bench.models.checkpoints.vq_layouts import LAYOUTS, load_vq
         from lantern_bench.models.loaded_model import assemble
@@ -301,12 +375,13 @@ class CheckpointModel(Model):
         target, files = self.load_target(device, dtype)
         # The hash covers sizes too: they change the output, and the checkpoint does not state all.
         sizes = repr((target.config, target.config.token_ids))
+        sizes += "".join(f" {part} {self.entry_of(part)}" for part in paths if self.entry_of(part))
         hashes = {"target": hash_of(files), "sizes": hashlib.sha256(sizes.encode()).hexdigest()}
         layout = LAYOUTS[self.family_spec.vq_layout]
-        tokenizer_path = paths.get("tokenizer", paths["target"] if layout.inside else None)
-        if tokenizer_path is not None:
-            checkpoint = open_checkpoint(tokenizer_path, self.rename_tensor)
+        if "tokenizer" in paths or layout.inside:
+            checkpoint = self.open_part("tokenizer")
             tokenizer = load_vq(checkpoint, layout, device)
+            self.remarks += checkpoint.remarks
             hashes["tokenizer"] = hash_of(checkpoint.paths)
         if "neighbours" in paths:
             hashes["neighbour_table"] = hash_of((paths["neighbours"],))
@@ -319,8 +394,9 @@ class CheckpointModel(Model):
             weights=hashes,
             space=self.family_spec.neighbour_space,
         )
+        model.remarks = tuple(dict.fromkeys(self.remarks))
         if "drafter" in paths:
-            give_drafter(model, paths["drafter"])
+            give_drafter(model, paths["drafter"], self.entry_of("drafter"))
         if "neighbours" in paths:
             model.given_table = read_own_table(paths["neighbours"], target.n_codes)
         return model

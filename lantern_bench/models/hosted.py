@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_bench.decoding.neighbours import Space
+from lantern_bench.models.checkpoints.checkpoint import is_mostly_zero
 from lantern_bench.models.loaded_model import LoadedModel, to_bytes
 from lantern_bench.models.networks.kv_cache import KVCache
 from lantern_bench.models.networks.target import (
@@ -234,9 +235,15 @@ def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> 
     if missing:
         raise file.error_at("python", f"{cls.__name__} lacks {', '.join(missing)}")
     hosted = cls(file.checkpoint, device, dtype)
-    for module in vars(hosted).values():
+    remarks: list[str] = []
+    for name, module in vars(hosted).items():
         if isinstance(module, nn.Module):
             module.requires_grad_(requires_grad=False).eval()
+            remarks += [
+                f"{file.path}: {name}.{weight} is zeros, as in a checkpoint that is not complete"
+                for weight, tensor in module.named_parameters()
+                if is_mostly_zero(weight, tensor)
+            ]
     target = _HostedTarget(hosted)
 
     def condition(captions: Sequence[str]) -> Condition:
@@ -264,4 +271,5 @@ def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> 
         neighbour_space=hosted.neighbour_space,
         reference=target.logits_without_cache,
         compiles=False,
+        remarks=remarks[:8],
     )

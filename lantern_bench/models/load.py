@@ -22,7 +22,7 @@ from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.models.registry import model_of
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import cache_folder
-from lantern_bench.utils.progress import Emit, Note
+from lantern_bench.utils.progress import Emit, Note, ignore_events
 
 # Numbers of type float32 that a step holds for each node and token: logits, p, q, noise, quotients.
 _DISTRIBUTIONS = 16
@@ -30,8 +30,15 @@ _DISTRIBUTIONS = 16
 _COMPILED_FOLDERS = ("config", "decoding", "methods", "models")
 
 
-def load_models(experiment: ResolvedExperiment, compute: Compute) -> dict[str, LoadedModel]:
+def load_models(
+    experiment: ResolvedExperiment, compute: Compute, emit: Emit = ignore_events
+) -> dict[str, LoadedModel]:
     """Load every model of an experiment, by name.
+
+    Args:
+        experiment: The experiment.
+        compute: Device and type.
+        emit: Receives remarks on the files.
 
     Raises:
         RefusedError: Weights are missing, or a cell needs too much memory. That is checked before
@@ -45,6 +52,8 @@ def load_models(experiment: ResolvedExperiment, compute: Compute) -> dict[str, L
             for cell in cells:
                 check_memory(cell.decoding, cell.batch, config=described.sizes, compute=compute)
         model = described.load(compute.device, compute.dtype)
+        for remark in model.remarks:
+            emit(Note(remark, level="warning"))
         set_space(model, experiment.settings.neighbour_space)
         for cell in cells:
             check_loaded(model, cell.decoding, batch=cell.batch, compute=compute)
@@ -61,7 +70,7 @@ def load_to_decode(
     """
     settings = experiment.settings
     compute = choose_compute(settings.device, settings.dtype, fast=True)
-    models = load_models(experiment, compute)
+    models = load_models(experiment, compute, emit)
     for model in models.values():
         model.pixel_decoder()
     if settings.compile:

@@ -85,6 +85,7 @@ class LoadedModel:
     # Reference logits for `check-model`. (condition, tokens int64 [B, N]) -> logits [B, N, V]
     # that predict the tokens, with and without the prompt, by other code than the sessions use.
     reference: Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None = None
+    remarks: Sequence[str] = ()  # what the user should know of its files
     compiles: bool = True  # whether the target's code can be compiled
     why_no_pixels: str = "it has no tokenizer"  # if `pixels` is None
     # runs the steps, uncompiled by default

@@ -43,6 +43,10 @@ class Model(ABC):
         """Return the path of each part on this machine, or the path to which it is downloaded."""
         return {}
 
+    def entry_of(self, part: str) -> str | None:  # noqa: ARG002
+        """Return the entry of a part's file that holds its weights. None: it is not chosen."""
+        return None
+
     @property
     def lacks_drafter(self) -> bool:
         """Whether the model lists its parts and has no `drafter` among them."""

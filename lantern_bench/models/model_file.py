@@ -34,6 +34,8 @@ def _relative(value: object, info: ValidationInfo[Path]) -> Path:
         raise ValueError("must be a path")
     path: Path = info.context.parent / value
     if not os.path.exists(path):  # also False for a name that is too long
+        if os.path.islink(path):
+            raise ValueError(f"is a link to {os.readlink(path)}, which does not exist")
         raise ValueError("no such file or folder")
     return path
 
@@ -82,6 +84,8 @@ class CheckpointPart(_Part):
     """A checkpoint (a file or a folder) and its sizes."""
 
     path: Annotated[Path, _Relative, _PATH, Field(alias="checkpoint")]
+    # The entry of a torch file that holds the weights.
+    weights: _Text | None = None
     config: Annotated[dict[str, Any] | None, BeforeValidator(_json_or_mapping)] = None
 
 
@@ -95,6 +99,12 @@ class FolderPart(_Part):
     """The folder of a drafter or of a text encoder."""
 
     path: Annotated[DirectoryPath, _Relative, _PATH, Field(alias="dir")]
+
+
+class DrafterPart(FolderPart):
+    """The folder of a drafter."""
+
+    weights: _Text | None = None  # as in `CheckpointPart`
 
 
 class TablePart(_Part):
@@ -153,7 +163,7 @@ class ModelFile(_AnyModelFile):
     grid: Annotated[tuple[int, int], BeforeValidator(_rows_and_columns)] | None = None
     target: Annotated[TargetPart, Field(description="give target: {checkpoint: FILE}")]
     tokenizer: CheckpointPart | None = None
-    drafter: FolderPart | None = None
+    drafter: DrafterPart | None = None
     text_encoder: FolderPart | None = None
     neighbours: TablePart | None = None
 
@@ -173,7 +183,7 @@ class ExternalDrafter(_AnyModelFile):
         BeforeValidator(_resolved),
         Field(description="the name of the model, or the path of its file"),
     ]
-    drafter: Annotated[FolderPart, Field(description="give drafter: {dir: FOLDER}")]
+    drafter: Annotated[DrafterPart, Field(description="give drafter: {dir: FOLDER}")]
 
 
 class PythonModel(_AnyModelFile):

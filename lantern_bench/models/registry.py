@@ -167,10 +167,13 @@ class _WithDrafter(Model):
     def files(self) -> Mapping[str, Path]:
         return {**self.model.files(), "drafter": self.file.drafter.path}
 
+    def entry_of(self, part: str) -> str | None:
+        return self.file.drafter.weights if part == "drafter" else self.model.entry_of(part)
+
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         from lantern_bench.models.checkpoints.drafter_files import give_drafter
 
         loaded = self.model.load(device, dtype)
         loaded.name = self.name
-        give_drafter(loaded, self.file.drafter.path)
+        give_drafter(loaded, self.file.drafter.path, self.file.drafter.weights)
         return loaded

@@ -15,6 +15,7 @@ from lantern_bench.decoding.loop import drafter_and_rule
 from lantern_bench.devices import machine
 from lantern_bench.devices.compute import Compute
 from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
+from lantern_bench.models.checkpoints.hub import published_file
 from lantern_bench.models.load import load_to_decode
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.storage.run_directory import done_images
@@ -65,6 +66,7 @@ def decode_missing(request: Request, emit: Emit) -> None:
                 request,
                 machine=machine.machine_block(),
                 load_before=load_before,
+                published_files=_published(key["weights"]),
                 **machine.compute_block(compute, compiled=key["compile"]),
             )
             emit(Started.of(plan, missing))
@@ -135,6 +137,12 @@ def prepare_models(
         for count, total in model.prepare(list(prompts[name])):
             emit(ProgressEvent(f"captions for {name}", count, total))
     return now() - began
+
+
+def _published(weights: Mapping[str, str]) -> dict[str, str]:
+    """Return the published files among weights by hash, by `model/part`."""
+    named = {part: published_file(digest) for part, digest in weights.items()}
+    return {part: file for part, file in named.items() if file is not None}
 
 
 def key_fields(

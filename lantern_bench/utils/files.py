@@ -16,6 +16,8 @@ from lantern_bench.utils.errors import UserError
 
 # Bytes. Hashing a smaller file takes less time than keeping its hash in the index.
 _WORTH_REMEMBERING = 32 * 10**6
+_PARTS = 256  # of a file that its fingerprint reads
+_PART_BYTES = 4096
 
 
 def user_cache() -> Path:
@@ -152,11 +154,23 @@ def read_text(path: Path, name: str = "") -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; raises `UserError` if it cannot be read."""
+    """Return the content of a JSON file.
+
+    Raises `UserError` if it cannot be read, or states a key twice with different values.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from error
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises `ValueError` for a key with two values."""
+    content = dict(pairs)
+    for key, value in pairs:
+        if value is not content[key] and value != content[key]:
+            raise ValueError(f"{key} stands there twice, as {value} and as {content[key]}")
+    return content
 
 
 def file_sha256(path: Path) -> str:
@@ -165,27 +179,54 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def fingerprint(path: Path) -> str:
+    """Return what changes when a file changes, without reading all of it.
+
+    Programs that copy a file can keep its size and its times, so parts of the content count too.
+    """
+    state = path.stat()
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for part in range(_PARTS):
+            file.seek(state.st_size * part // _PARTS)
+            digest.update(file.read(_PART_BYTES))
+        file.seek(max(0, state.st_size - _PART_BYTES))
+        digest.update(file.read(_PART_BYTES))
+    facts = (
+        path.resolve(),
+        state.st_size,
+        state.st_mtime_ns,
+        state.st_ctime_ns,
+        state.st_dev,
+        state.st_ino,
+        digest.hexdigest(),
+    )
+    return "|".join(map(str, facts))
+
+
 def remembered_sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hex, from an index where possible.
 
-    A checkpoint of 14 GB is hashed once. It is read again only when its size or its modification
-    time has changed.
+    A checkpoint of 14 GB is hashed once. It is read again only when its `fingerprint` has changed.
     """
-    state = path.stat()
-    if state.st_size < _WORTH_REMEMBERING:
+    if path.stat().st_size < _WORTH_REMEMBERING:
         return file_sha256(path)
     index = cache_folder() / "hashes.json"
-    key = f"{path.resolve()}|{state.st_size}|{state.st_mtime_ns}"
+    key = fingerprint(path)
     try:
         hashes: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         hashes = {}
-    if key not in hashes:
-        hashes[key] = file_sha256(path)
+    if key in hashes:
+        return hashes[key]
+    found = file_sha256(path)
+    # A file that was written meanwhile is not remembered.
+    if key == fingerprint(path):
+        hashes[key] = found
         # Without a writable cache, the hash is computed again next time.
         with contextlib.suppress(OSError):
             write_atomically(index, json.dumps(hashes, indent=1).encode())
-    return hashes[key]
+    return found
 
 
 def hash_of(paths: Sequence[Path]) -> str:

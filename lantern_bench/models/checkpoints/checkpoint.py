@@ -13,7 +13,7 @@ import re
 import tomllib
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lantern_bench.models.checkpoints.hub import shards_of
+from lantern_bench.models.checkpoints.hub import weight_map
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import one_line
 
@@ -32,9 +32,14 @@ from lantern_bench.utils.text import one_line
 _KINDS: dict[str, str] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
-# Keys under which training frameworks save a state dict: DDP scripts, DeepSpeed, Lightning. FSDP
+# Entries under which training frameworks save a state dict: DDP scripts, DeepSpeed, Lightning. FSDP
 # uses none.
 _CONTAINERS = ("model", "module", "state_dict")
+# Names of entries without weights of the model: the state of optimizers, and other networks.
+_NO_WEIGHTS = re.compile(r"(?i)optim|sched|scaler|rng|loss|hyper|callback|config|discrim|critic")
+# Names of weights that are averaged over a training.
+_AVERAGED = re.compile(r"(?i:(?<![a-z])ema|averag|avg|shadow|(?<![a-z])swa|polyak)|EMA")
+_DEEPEST = 3  # entries inside entries
 # Prefixes of DDP, of torch.compile and of FSDP.
 _WRAPPERS = re.compile(r"^module\.|^_orig_mod\.module\.|(_orig_mod|_fsdp_wrapped_module)\.")
 _IN_FOLDER = [
@@ -43,7 +48,27 @@ _IN_FOLDER = [
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 ]
+_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _ADVICE = "Download or copy it again."
+_GIVE_OTHER = "Give the checkpoint of this model."
+
+
+def is_mostly_zero(name: str, tensor: Tensor) -> bool:
+    """Return whether a weight has no number but 0, or one in ten of its rows has none.
+
+    Biases and means of trained models may be 0, and so may tables that are computed anew.
+
+    Args:
+        name: Its name.
+        tensor: The weight.
+    """
+    may_be_zero = name.endswith(("bias", "running_mean", "freqs_cis", "_cache"))
+    if may_be_zero or not tensor.is_floating_point() or not tensor.numel():
+        return False
+    if tensor.dim() < 2:
+        return not tensor.any()
+    empty = ~tensor.flatten(1).any(dim=1)
+    return bool(empty.sum() * 10 > len(empty))
 
 
 def what_is(names: Iterable[str]) -> str | None:
@@ -65,6 +90,7 @@ class Checkpoint(dict[str, Tensor]):
         path: The path as given.
         paths: The files, sorted.
         settings: The `args` that an official training script saved.
+        remarks: What the user should know of the way in which the files were read.
     """
 
     def __init__(
@@ -74,92 +100,211 @@ class Checkpoint(dict[str, Tensor]):
         path: Path,
         paths: Sequence[Path],
         settings: Mapping[str, Any],
+        remarks: Iterable[str] = (),
     ) -> None:
         super().__init__(tensors)
         self.path = path
         self.paths = tuple(paths)
         self.settings = settings
+        self.remarks = list(remarks)
 
-    def require(self, ending: str, wanted: str) -> None:
+    def equals(self, other: Checkpoint) -> bool:
+        """Return whether another checkpoint has the same tensors."""
+        return _are_equal(self, other)
+
+    def note_zeros(self, names: Iterable[str]) -> None:
+        """Add a remark that names tensors of which nothing but zeros is left.
+
+        A download that ends early leaves zeros where its file system made room for the whole file.
+
+        Args:
+            names: Names of tensors that `is_mostly_zero` holds for.
+        """
+        found = sorted(names)
+        if found:
+            more = ", ..." if len(found) > 8 else ""
+            self.remarks.append(
+                f"{self.path}: {len(found)} of its {len(self)} tensors are zeros, as in a file "
+                f"that was not written to its end: {', '.join(found[:8])}{more}"
+            )
+
+    def require(self, ending: str, wanted: str, advice: str = _GIVE_OTHER) -> None:
         """Raise `UserError` unless the name of a tensor has this ending.
 
         Args:
             ending: The ending, which only checkpoints of the wanted kind have.
             wanted: The kind, in words.
+            advice: Which checkpoint to give.
         """
         if not any(name.endswith(ending) for name in self):
-            raise self.is_not(wanted, f"it has no {ending}")
+            raise self.is_not(wanted, f"it has no {ending}", advice)
 
-    def is_not(self, wanted: str, reason: str) -> UserError:
+    def is_not(self, wanted: str, reason: str, advice: str = _GIVE_OTHER) -> UserError:
         """Return the error for a checkpoint of another kind.
 
         Args:
             wanted: The kind that was wanted, in words.
             reason: What is wrong, if the kind of this checkpoint is unknown.
+            advice: Which checkpoint to give.
         """
         kind = what_is(self)
         if kind is not None and kind not in wanted:
             reason = f"it is {kind}"
-        return UserError(
-            f"{self.path}: is not {wanted}: {reason}", "Give the checkpoint of this model."
-        )
+        return UserError(f"{self.path}: is not {wanted}: {reason}", advice)
 
 
-def open_checkpoint(path: Path, rename: Callable[[str], str] = str) -> Checkpoint:
+def _are_equal(some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Return whether two state dicts have the same tensors."""
+    values = [*some.values(), *others.values()]
+    if some.keys() != others.keys() or not all(isinstance(value, Tensor) for value in values):
+        return False
+    return all(
+        tensor.dtype == others[name].dtype and torch.equal(tensor, others[name])
+        for name, tensor in some.items()
+    )
+
+
+def open_checkpoint(
+    path: Path, rename: Callable[[str], str] = str, entry: str | None = None
+) -> Checkpoint:
     """Open a checkpoint.
 
     Args:
         path: A `.safetensors` file, a torch file, or a folder with one of them, sharded or not.
         rename: Turns a name in the file, without the prefixes of wrappers, into the wanted one.
+        entry: The entry of a torch file that holds the weights, dotted inside another entry. The
+            default is the only one, or the one that is not averaged.
 
     Raises:
-        UserError: A file is missing, truncated, no checkpoint, or a pickle with code.
+        UserError: A file is missing, truncated, no checkpoint, ambiguous, or a pickle with code.
     """
+    if path.is_dir():
+        return _open_folder(path, rename, entry)
+    if not path.is_file():
+        raise no_such_file(path)
+    places: Mapping[str, Path] = {}
+    files = [path]
+    if path.suffix == ".json":
+        places = _shards(path)
+        files = sorted(set(places.values()))
     tensors: dict[str, Tensor] = {}
     settings: Mapping[str, Any] = {}
-    files = _files_of(path)
+    remarks: list[str] = []
     for file in files:
         head = _head(file)
         if file.suffix == ".safetensors" or head[8:9] == b"{":
-            tensors |= _read_safetensors(file)
+            if entry is not None:
+                raise UserError(
+                    f"{file}: is a safetensors file, which has no entries such as {entry}",
+                    "Leave out `weights`, or give the torch file.",
+                )
+            read = _read_safetensors(file)
         else:
             loaded = _unpickle(file, zipped=head.startswith(b"PK"))
-            tensors |= _state_dict(file, loaded)
+            read = _state_dict(file, loaded, entry, remarks=remarks)
             if isinstance(loaded.get("args"), argparse.Namespace):
                 settings = vars(loaded["args"])
+        _raise_if_misplaced(file, read, places=places, earlier=tensors)
+        tensors |= read
+    tensors = _without_average(tensors, path, remarks)
     # `dict(model.named_parameters())` holds parameters, which need gradients.
     clean = {rename(_WRAPPERS.sub("", name)): tensor.detach() for name, tensor in tensors.items()}
     if len(clean) < len(tensors):
         raise UserError(f"{path}: holds the same weights under several prefixes")
-    return Checkpoint(clean, path=path, paths=files, settings=settings)
+    return Checkpoint(clean, path=path, paths=files, settings=settings, remarks=remarks)
 
 
-def _files_of(path: Path) -> list[Path]:
-    """Return the files of a checkpoint: itself, the one in a folder, or the shards of an index."""
-    if path.is_dir():
-        names = [name for name in _IN_FOLDER if (path / name).is_file()]
-        if not names:
+def _open_folder(folder: Path, rename: Callable[[str], str], entry: str | None) -> Checkpoint:
+    """Open the checkpoint of a folder. Raises `UserError` for two that differ."""
+    names = [name for name in _IN_FOLDER if (folder / name).is_file()]
+    broken = [name for name in _IN_FOLDER if (folder / name).is_symlink() and name not in names]
+    if broken:
+        raise no_such_file(folder / broken[0])
+    if not names:
+        usual = f"One of {', '.join(_IN_FOLDER)} is needed."
+        others = [path.name for path in sorted(folder.iterdir()) if path.suffix in _ENDINGS]
+        if not others:
+            raise UserError(f"{folder}: holds no weights", usual)
+        raise UserError(
+            f"{folder}: holds no weights of a usual name: it has {', '.join(others[:5])}",
+            f"{usual} Rename the file, or give its own path where a model file says checkpoint.",
+        )
+    opened = open_checkpoint(folder / names[0], rename, entry)
+    for name in names[1:]:
+        if not opened.equals(open_checkpoint(folder / name, rename, entry)):
             raise UserError(
-                f"{path}: holds no weights", f"One of {', '.join(_IN_FOLDER)} is needed."
+                f"{folder}: {names[0]} and {name} hold different weights",
+                "Remove the old one from the folder.",
             )
-        path /= names[0]
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    if path.suffix != ".json":
-        return [path]
-    shards = shards_of(path)
-    for name in shards:
+    opened.path = folder
+    return opened
+
+
+def no_such_file(path: Path) -> UserError:
+    """Return the error for a missing file, which may be a link to another one that is gone."""
+    if path.is_symlink():
+        return UserError(
+            f"{path}: is a link to {os.readlink(path)}, which does not exist",
+            "The download cache no longer has this file: download it again.",
+        )
+    return UserError(f"{path}: no such file")
+
+
+def _shards(index: Path) -> dict[str, Path]:
+    """Return the file of each tensor of an index."""
+    folder = index.parent
+    places = weight_map(index)
+    names = sorted(set(places.values()))
+    if not names:
+        raise UserError(f"{index}: names no tensors", _ADVICE)
+    for name in names:
         # Only the name counts, because the files of a download cache are links to another folder.
         if os.path.isabs(name) or os.path.normpath(name).startswith(".."):
-            raise UserError(f"{path}: names {name}, which is outside {path.parent}", _ADVICE)
-    missing = [name for name in shards if not (path.parent / name).is_file()]
+            raise UserError(f"{index}: names {name}, which is outside {folder}", _ADVICE)
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
+        first = folder / missing[0]
         raise UserError(
-            f"{path.parent}: {len(missing)} of its {len(shards)} files are missing: "
-            f"{', '.join(missing)}",
-            _ADVICE,
+            f"{folder}: {len(missing)} of its {len(names)} files are missing: {', '.join(missing)}",
+            no_such_file(first).advice or _ADVICE,
         )
-    return [path.parent / name for name in shards]
+    return {name: folder / place for name, place in places.items()}
+
+
+def _raise_if_misplaced(
+    file: Path,
+    read: Iterable[str],
+    *,
+    places: Mapping[str, Path],
+    earlier: Mapping[str, Tensor],
+) -> None:
+    """Raise `UserError` for a tensor that stands in two shards, or not where the index says."""
+    for name in read:
+        place = places.get(name, file)
+        where = f"which the index places in {place.name}"
+        if name in earlier:
+            where = "which stands in another file of the folder too"
+        if place != file or name in earlier:
+            raise UserError(
+                f"{file}: holds {name}, {where}",
+                "One of the files is of another version. Download the folder again.",
+            )
+
+
+def _without_average(
+    tensors: dict[str, Tensor], path: Path, remarks: list[str]
+) -> dict[str, Tensor]:
+    """Return the tensors of a file with averaged weights alone without what marks them."""
+    # torch's AveragedModel counts its updates.
+    if "n_averaged" in tensors:
+        remarks.append(f"{path}: the weights are averaged over a training (n_averaged)")
+        return {name: tensor for name, tensor in tensors.items() if name != "n_averaged"}
+    starts = {name.partition(".")[0] for name in tensors}
+    (start, *others) = starts or {""}
+    if others or _AVERAGED.search(start) is None:
+        return tensors
+    remarks.append(f"{path}: the weights are averaged over a training ({start})")
+    return {name.removeprefix(f"{start}."): tensor for name, tensor in tensors.items()}
 
 
 def _head(path: Path) -> bytes:
@@ -219,18 +364,103 @@ def _unpickle(path: Path, *, zipped: bool) -> Any:
         ) from error
 
 
-def _state_dict(path: Path, loaded: Any) -> Mapping[str, Tensor]:
-    """Return the state dict in the content of a file, whatever containers are around it."""
+def _state_dict(
+    path: Path, loaded: Any, entry: str | None, *, remarks: list[str]
+) -> Mapping[str, Tensor]:
+    """Return the state dict in the content of a file.
+
+    Args:
+        path: The file.
+        loaded: Its content.
+        entry: The entry to take, or None.
+        remarks: Receives which of several state dicts is taken.
+    """
     if not isinstance(loaded, Mapping) or not loaded:
         content = "nothing" if isinstance(loaded, Mapping) else f"a {type(loaded).__name__}"
         raise UserError(f"{path}: holds {content}, not tensors by name")
-    for name in _CONTAINERS:
-        if isinstance(loaded.get(name), Mapping):
-            return _state_dict(path, loaded[name])
-    wrong = [str(name) for name, value in loaded.items() if not isinstance(value, Tensor)]
+    found = dict(_state_dicts(loaded))
+    if not found:
+        raise UserError(f"{path}: holds no tensors by name: its entries are {_entries(loaded)}")
+    if entry is None:
+        entry = _entry_of(path, found, remarks)
+        remarks += [
+            f"{path}: its averaged weights have no names and are not read: {name}"
+            for name, value in loaded.items()
+            if isinstance(value, Mapping | list)
+            and _AVERAGED.search(str(name))
+            and not any(other.startswith(name) for other in found)
+        ]
+    elif entry not in found:
+        raise UserError(
+            f"{path}: weights: {entry}: the file has no such entry with weights",
+            f"Give one of {', '.join(filter(None, found))}." if any(found) else "Leave it out.",
+        )
+    wrong = {name: kind for name, kind in found[entry].items() if not isinstance(kind, Tensor)}
     if wrong:
-        raise UserError(f"{path}: is no state dict: not a tensor: {', '.join(wrong[:5])}")
-    return loaded
+        raise UserError(f"{path}: is no state dict: not a tensor: {_entries(wrong)}")
+    return found[entry]
+
+
+def _state_dicts(
+    loaded: Mapping[Any, Any], around: tuple[str, ...] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the state dicts in the content of a file by their dotted entries.
+
+    The file itself has the entry "". Numbers, texts and other entries beside tensors are left out;
+    what may be a part of the weights stays.
+    """
+    inner = {}
+    own = {}
+    for name, value in loaded.items():
+        if isinstance(value, Mapping):
+            inner[name] = value
+        elif not isinstance(value, int | float | str | bytes | argparse.Namespace | None):
+            own[name] = value
+    is_text = all(isinstance(name, str) for name in loaded)
+    if is_text and any(_is_weight(name, value) for name, value in own.items()):
+        yield ".".join(around), own
+    if len(around) == _DEEPEST:
+        return
+    for name, value in inner.items():
+        if isinstance(name, str) and _NO_WEIGHTS.search(name) is None:
+            yield from _state_dicts(value, (*around, name))
+
+
+def _is_weight(name: str, value: object) -> bool:
+    """Whether a value may be a weight: a step or the state of a generator is none."""
+    is_weight = isinstance(value, Tensor) and value.dim() > 0 and value.dtype != torch.uint8
+    return is_weight and _NO_WEIGHTS.search(name) is None
+
+
+def _entry_of(path: Path, found: Mapping[str, Any], remarks: list[str]) -> str:
+    """Return the entry that is taken where none is asked for."""
+    averaged = [entry for entry in found if _AVERAGED.search(entry)]
+    plain = [entry for entry in found if entry not in averaged]
+    usual = [entry for entry in plain if entry.rpartition(".")[2] in _CONTAINERS]
+    names = " and ".join(entry or "the file itself" for entry in found)
+    if len(found) == 1:
+        if averaged:
+            remarks.append(f"{path}: the weights are averaged over a training ({names})")
+        return next(iter(found))
+    if plain and all(_are_equal(found[plain[0]], found[entry]) for entry in plain):
+        plain = plain[:1]
+    for entries in (plain, usual):
+        if len(entries) == 1:
+            taken = entries[0] or "the file itself"
+            remarks.append(
+                f"{path}: holds weights in {names}; those of {taken} are taken, and `weights: "
+                f"ENTRY` beside `checkpoint` in a model file chooses others"
+            )
+            return entries[0]
+    raise UserError(
+        f"{path}: holds weights in {names}",
+        "Say which: `weights: ENTRY` beside `checkpoint` in a model file.",
+    )
+
+
+def _entries(loaded: Mapping[Any, Any]) -> str:
+    """The first entries of a file with their types, for errors."""
+    return ", ".join(f"{name} ({type(loaded[name]).__name__})" for name in list(loaded)[:8])
 
 
 def read_own_table(path: Path, codes: int) -> Tensor:

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
+from lantern_bench.models.checkpoints.checkpoint import Checkpoint, open_checkpoint, what_is
 from lantern_bench.models.checkpoints.key_map import KeyMap, llama_key_map, load_into
 from lantern_bench.models.loaded_model import LoadedModel, transformer_of
-from lantern_bench.models.networks.eagle import EagleDrafter
+from lantern_bench.models.networks.eagle import EagleDrafter, embedding_of
 from lantern_bench.models.networks.target import CachedTarget
 from lantern_bench.models.networks.transformer_config import (
     TransformerConfig,
     llama_sizes,
     read_number,
+    with_one_rope_base,
 )
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import hash_of, read_json
@@ -35,15 +36,31 @@ def drafter_key_map(drafter: EagleDrafter) -> KeyMap:
     return llama_key_map(drafter, drafter.config, {"layer.": "layers.0."})
 
 
-def give_drafter(model: LoadedModel, folder: Path) -> None:
-    """Give a loaded model the published drafter of a folder. Raises as `load_drafter`."""
-    model.drafter = load_drafter(folder, transformer_of(model))
-    files = (*open_checkpoint(folder).paths, folder / "config.json")
-    model.weights = {**model.weights, "drafter": hash_of(files)}
+def give_drafter(model: LoadedModel, folder: Path, entry: str | None = None) -> None:
+    """Give a loaded model the published drafter of a folder.
+
+    Args:
+        model: The model.
+        folder: The folder.
+        entry: As of `open_checkpoint`.
+
+    Raises:
+        UserError: As `load_drafter`.
+    """
+    checkpoint = open_checkpoint(folder, entry=entry)
+    model.drafter = load_drafter(folder, transformer_of(model), checkpoint=checkpoint)
+    model.remarks = (*model.remarks, *checkpoint.remarks)
+    digest = hash_of((*checkpoint.paths, folder / "config.json"))
+    if entry is not None:
+        digest = f"{digest} {entry}"
+    model.weights = {**model.weights, "drafter": digest}
 
 
 def load_drafter(
-    folder: Path, target: CachedTarget, dtype: torch.dtype | None = None
+    folder: Path,
+    target: CachedTarget,
+    dtype: torch.dtype | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> EagleDrafter:
     """Load a published drafter onto the device of its target.
 
@@ -51,6 +68,7 @@ def load_drafter(
         folder: Folder with config.json and weights.
         target: The loaded target, whose head the drafter takes.
         dtype: Type of the weights. The default is the type of the target.
+        checkpoint: The opened weights. The default opens them.
 
     Raises:
         UserError: The folder has no drafter, or one that does not fit the target.
@@ -65,12 +83,14 @@ def load_drafter(
     if not isinstance(stated, dict):
         raise UserError(f"{path}: must hold a JSON object")
     config = drafter_config(stated, target.drafter_config, folder)
-    checkpoint = open_checkpoint(folder)
+    if checkpoint is None:
+        checkpoint = open_checkpoint(folder)
     is_chameleon = target.config.qk_norm
     wanted = "the EAGLE drafter of its config.json"
     if is_chameleon:
         wanted = "an EAGLE drafter of Chameleon"
         checkpoint.require("layers.0.self_attn.q_norm.weight", wanted)
+    _share(checkpoint, target)
     with torch.device("meta"):
         drafter = EagleDrafter(
             config,
@@ -91,6 +111,32 @@ def load_drafter(
         wanted=wanted,
     )
     return drafter
+
+
+def _share(checkpoint: Checkpoint, target: CachedTarget) -> None:
+    """Complete a drafter by its target's embedding, and drop a copy of its target's head.
+
+    EAGLE shares both. Raises `UserError` for a head of its own.
+    """
+    name = "embed_tokens.weight"
+    if name not in checkpoint and "fc.weight" in checkpoint:
+        checkpoint[name] = embedding_of(target)
+        checkpoint.remarks.append(f"{checkpoint.path}: has no {name}: the target's is taken")
+    head = checkpoint.get("lm_head.weight")
+    ours = getattr(target.transformer.output, "weight", None)
+    if head is None or what_is(checkpoint) != "an EAGLE drafter":
+        return
+    ids = target.config.token_ids
+    if ids is not None and len(head) == target.config.embedded_tokens:
+        head = head[torch.tensor(ids)]
+    if ours is None or not torch.equal(head.to(ours.device, ours.dtype), ours):
+        raise UserError(
+            f"{checkpoint.path}: has an lm_head.weight that differs from the target's head, which "
+            "EAGLE drafters share",
+            "It was trained for another model; or remove lm_head.weight from the file.",
+        )
+    del checkpoint["lm_head.weight"]
+    checkpoint.remarks.append(f"{checkpoint.path}: its lm_head.weight is the target's head")
 
 
 def drafter_config(
@@ -117,6 +163,7 @@ def drafter_config(
         "num_attention_heads": target.heads,
         "intermediate_size": target.ffn_dim,
     }
+    stated, _ = with_one_rope_base(stated)
     config: dict[str, Any] = of_target | {
         key: value for key, value in stated.items() if value is not None
     }
@@ -134,7 +181,8 @@ def drafter_config(
         config["rope_theta"] = _ROPE_BASE
         if "mask_padding" in stated:
             config["rope_theta"] = stated.get("rope_base", target.rope_base)
-    sizes = llama_sizes(config, error_at, positions=target.positions)
+    read = ("swin_norm", "bias", "rope_base", "rope_theta")
+    sizes = llama_sizes(config, error_at, positions=target.positions, read=read)
     del sizes["text_vocab_size"]  # `target` has it, or is as large without
     layers = sizes.pop("layers", 1)
     if layers != 1:

@@ -6,7 +6,7 @@ nothing here hashes or records a file.
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TypeAlias
 import msgspec
 
 from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.files import user_cache
+from lantern_bench.utils.files import read_json, user_cache
 from lantern_bench.utils.text import one_line
 
 WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"
@@ -138,18 +138,19 @@ def _complete(folder: Path, pattern: str) -> bool:
     """Whether a folder has the files of a pattern, and of sharded weights every shard."""
     try:
         for index in folder.glob(f"{pattern}.index.json"):
-            return all((folder / shard).is_file() for shard in shards_of(index))
+            return all((folder / shard).is_file() for shard in weight_map(index).values())
     except (OSError, UserError):
         return False
-    return any(folder.glob(pattern))
+    # A link of the cache may point to a file that is gone.
+    return any(path.is_file() for path in folder.glob(pattern))
 
 
-def shards_of(index: Path) -> list[str]:
-    """Return the names of the files of sharded weights. Raises `UserError` for a broken index."""
+def weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor of sharded weights. Raises `UserError` for a broken index."""
+    stated = read_json(index)
     try:
-        stated = json.loads(index.read_text(encoding="utf-8"))
-        return sorted(map(str, set(stated["weight_map"].values())))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return {str(name): str(file) for name, file in stated["weight_map"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{index}: cannot be read as an index of weights", "Download or copy it again."
         ) from error
@@ -193,6 +194,39 @@ def expected_path(part: Part) -> Path:
     """Return the file or folder of a part: where it is, or where a download puts it."""
     download = (weights_folder() or _hub_cache()) / part[0].repo / (part[0].file or "")
     return local_path(part) or download
+
+
+def published_file(sha256: str) -> str | None:
+    """Return the published file that has a hash, as repository and file.
+
+    Known are the files that the hub has delivered to this machine: its cache names them by their
+    hashes, and a folder of weights keeps the hash beside each file.
+    """
+    return _published_files().get(sha256)
+
+
+@functools.cache
+def _published_files() -> dict[str, str]:
+    """Return the published files on this machine by their hashes."""
+    repos: set[str] = set()
+    for parts in PARTS.values():
+        for part in parts.values():
+            repos |= {source.repo for source in part}
+    known: dict[str, str] = {}
+    for repo in repos:
+        # The cache: links to files that are named by their hashes.
+        snapshots = _hub_cache() / f"models--{repo.replace('/', '--')}" / "snapshots"
+        for link in snapshots.glob("*/**/*"):
+            if link.is_symlink():
+                file = Path(*link.relative_to(snapshots).parts[1:])
+                known[Path(os.readlink(link)).name] = f"{repo}/{file}"
+        # A folder of weights: the second line of a note on each file.
+        notes = (weights_folder() or Path()) / repo / ".cache" / "huggingface" / "download"
+        for note in notes.glob("**/*.metadata"):
+            lines = note.read_text(encoding="utf-8", errors="replace").splitlines()
+            file = note.relative_to(notes).with_suffix("")
+            known |= dict.fromkeys(lines[1:2], f"{repo}/{file}")
+    return known
 
 
 def local_paths(model: str) -> dict[str, Path]:

@@ -9,10 +9,12 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lantern_bench.models.checkpoints.checkpoint import Checkpoint, what_is
+from lantern_bench.models.checkpoints.checkpoint import Checkpoint, is_mostly_zero, what_is
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
 
+# Names of tensors with a row for each token of the vocabulary.
+_BY_TOKEN = r"(tok_embeddings|embed_tokens|lm_head|^output|\.output)\.weight$"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -85,10 +87,13 @@ def load_into(
         for name, tensor in ours.items()
         if not tensor.is_floating_point()
     }
+    zeros = []
     for name, slices in key_map.items():
         tensor = torch.empty(ours[name].shape, dtype=dtype, device=device)
         for slice_, rows in _rows_of(tensor, slices):
             _fill(rows, slice_, checkpoint)
+            if is_mostly_zero(slice_.key, rows):
+                zeros.append(slice_.key)
         if not torch.isfinite(tensor).all():
             raise UserError(
                 f"{checkpoint.path}: {name} has numbers that are not finite in {_kind(dtype)}",
@@ -96,6 +101,7 @@ def load_into(
                 "--dtype bfloat16.",
             )
         state[name] = tensor
+    checkpoint.note_zeros(zeros)
     module.load_state_dict(state, strict=True, assign=True)
     module.requires_grad_(requires_grad=False).eval().to(device)
 
@@ -129,7 +135,11 @@ def _rows_of(tensor: Tensor, slices: Iterable[Slice]) -> Iterable[tuple[Slice, T
 
 
 def _raise_if_unfit(
-    checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], *, ignored: str, wanted: str
+    checkpoint: Checkpoint,
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    ignored: str,
+    wanted: str,
 ) -> None:
     """Raise one `UserError` for all keys that do not fit the expected shapes."""
     others = checkpoint.keys() - expected.keys()
@@ -141,16 +151,23 @@ def _raise_if_unfit(
     for key, shape in expected.items():
         found = checkpoint[key].shape if key in checkpoint else shape
         if found != shape:
-            problems["misshapen"].append(f"{key} is {_shape_text(found)}, not {_shape_text(shape)}")
+            text = f"{key} is {_shape_text(found)}, not {_shape_text(shape)}"
+            if re.search(_BY_TOKEN, key) and found[1:] == shape[1:]:
+                text += f" (vocab_size here is {shape[0]}; the checkpoint's is {found[0]})"
+            problems["misshapen"].append(text)
+    advice = None
+    if problems["missing"] == ["fc.bias"]:
+        advice = "If its fusion has no bias, write bias: false into its config.json."
     lines = ""
     for problem, keys in problems.items():
         if keys:
             lines += f"\n  {len(keys)} {problem}: {', '.join(sorted(keys))}"
     if lines:
         kind = what_is(checkpoint)
-        if kind is not None and len(problems["missing"]) * 2 > len(expected):
+        many = len(problems["missing"]) * 2 > len(expected)
+        if kind is not None and kind not in wanted and many:
             wanted += f": it is {kind}"
-        raise UserError(f"{checkpoint.path}: does not hold {wanted}{lines}")
+        raise UserError(f"{checkpoint.path}: does not hold {wanted}{lines}", advice)
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -122,5 +122,5 @@ def _sizes_in(checkpoint: Checkpoint, layout: Layout) -> VQConfig:
         unit_codes=layout.unit_codes,
         attention=tuple(level for level in range(levels) if has(attention.format(level))),
         code_norms=has("decoder.norm_out.conv_y.weight"),
-        frames=2 ** count("time_down.{}.weight"),
+        frames=2 ** count("time_down.{}.weight") if has("time_encoder.0.conv1.weight") else None,
     )

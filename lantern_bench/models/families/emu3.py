@@ -40,7 +40,7 @@ class Emu3(WordModel):
         return self.llama_config("text_config")
 
     def image_words(self) -> Sequence[int]:
-        """Return the codes by name, and the end of a row."""
+        """Return the codes by name, and the end of a spec."""
         codes = self.vocabulary.codes_named(r"<\|visual token (\d+)\|>")
         stated = self.whole_number("vq_config.codebook_size")
         if len(codes) != stated:
@@ -74,12 +74,11 @@ class Emu3(WordModel):
         return re.sub(r"^vqmodel\.", "model.vqmodel.", name)
 
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
-        """Return the key map of a Llama. The head may be the embedding (tied)."""
+        """Return the key map of a Llama."""
         from lantern_bench.models.checkpoints.key_map import LLAMA, llama_key_map, rows_of_tokens
 
         keys = llama_key_map(target, target.config, {**LLAMA, "model.": "model.text_model."})
-        head = "lm_head.weight"
-        if head not in checkpoint:
-            head = "model.text_model.embed_tokens.weight"
+        embedding = "model.text_model.embed_tokens.weight"
+        head = self.head_key(checkpoint, embedding, "text_config")
         keys["transformer.output.weight"] = (rows_of_tokens(head, target.config),)
         return keys

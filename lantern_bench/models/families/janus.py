@@ -33,9 +33,17 @@ class Janus(WordModel):
         """Return the sizes of config.json. Image tokens are embedded after the words."""
         image_size = self.whole_number("vision_config.image_size")
         side = image_size // self.whole_number("vision_config.patch_size")
+        if self.file is not None and self.file.grid not in (None, (side, side)):
+            rows, columns = self.file.grid or ()
+            raise self.file.error_at(
+                "grid",
+                f"[{rows}, {columns}]: this Janus draws {side}x{side} codes, as image_size and "
+                "patch_size in its config.json say",
+                "Leave grid out.",
+            )
         return self.llama_config(
             "text_config",
-            grid=(self.file and self.file.grid) or (side, side),
+            grid=(side, side),
             head_layer=True,
             text_vocab_size=self.whole_number("text_config.vocab_size") + len(self.token_ids),
         )

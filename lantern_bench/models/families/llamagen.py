@@ -57,14 +57,21 @@ def key_map(target: TransformerTarget, layout: str) -> KeyMap:
 class LlamaGen(CheckpointModel):
     """The base class of class-conditional and text-conditional models."""
 
-    @cached_property
-    def config(self) -> Mapping[str, Any]:
-        """The target's config by the keys of transformers."""
-        stated = super().config
-        config = {_OFFICIAL.get(key, key): value for key, value in stated.items()}
-        if "rope_base" in stated:
+    def with_one_name(self, stated: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the config of one source by the keys of transformers.
+
+        Raises:
+            UserError: A size has two names with different values.
+        """
+        config = dict(super().with_one_name(stated))
+        for official, key in _OFFICIAL.items():
+            value = config.pop(official, None)
+            if value is None:
+                continue
             # The HF conversion rotates by rope_base. Its config.json also has a Llama's rope_theta.
-            config["rope_theta"] = stated["rope_base"]
+            if official != "rope_base" and config.get(key) not in (None, value):
+                raise self.error_at(official, f"is {value}, and {key} is {config[key]}")
+            config[key] = value
         return config
 
     def read_sizes(self) -> TransformerConfig:
@@ -73,7 +80,7 @@ class LlamaGen(CheckpointModel):
             near = difflib.get_close_matches(str(name), _KEYS, n=1, cutoff=0.82)
             if name not in _KEYS and near:
                 raise self.error_at(str(name), f"unknown; did you mean {near[0]}?")
-        sizes = llama_sizes(self.config, self.error_at, positions="grid")
+        sizes = llama_sizes(self.config, self.error_at, positions="grid", read=_KEYS)
         for field, key in _REQUIRED.items():
             if field not in sizes:
                 raise self.error_at(
@@ -143,7 +150,10 @@ class LlamaGen(CheckpointModel):
                 f"and this model's grid is {rows}x{columns} ({self.tokens} tokens)",
                 "Give the grid the checkpoint was trained for, or the checkpoint of this grid.",
             )
-        return key_map(target, layout_of(checkpoint))
+        layout = layout_of(checkpoint)
+        if "lm_head.weight" in checkpoint:
+            self.head_key(checkpoint, "model.embed_tokens.weight")
+        return key_map(target, layout)
 
     def _signs(self, checkpoint: Checkpoint) -> dict[str, int]:
         """Return every statement of the number of a picture's tokens.

@@ -22,6 +22,7 @@ from lantern_bench.models.networks.transformer_config import (
     read_number,
 )
 from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.files import fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +77,7 @@ class Vocabulary(dict[str, int]):  # __missing__ is for dict
 
 
 @lru_cache(maxsize=4)
-def read_tokenizer(path: Path, _changed: int) -> Any:
+def read_tokenizer(path: Path, _changed: str) -> Any:
     """Read a tokenizer.json, again whenever the file has changed."""
     try:
         from tokenizers import Tokenizer
@@ -142,7 +143,7 @@ class WordModel(CheckpointModel):
         def error_at(key: str, text: str) -> UserError:
             return self.error_at(f"{section}.{key}" if section else key, text)
 
-        sizes = llama_sizes(self.section(section), error_at)
+        sizes = llama_sizes(self.section(section), error_at, read=("swin_norm",))
         return TransformerConfig(
             vocab_size=len(self.token_ids),
             prefix=self.longest_prompt,
@@ -262,4 +263,4 @@ class WordModel(CheckpointModel):
                 f"{path}: no such file",
                 "Captions need the tokenizer.json of the published folder.",
             )
-        return read_tokenizer(path, path.stat().st_mtime_ns)
+        return read_tokenizer(path, fingerprint(path))

@@ -196,9 +196,17 @@ def published_drafter(config: TransformerConfig, target: CachedTarget) -> EagleD
     return EagleDrafter(config, target.transformer.output, mask_padding=config.qk_norm)
 
 
+def embedding_of(target: CachedTarget) -> Tensor:
+    """Return the rows of a target's token embedding, for a drafter."""
+    embedding = target.transformer.tok_embeddings
+    if isinstance(embedding, TokenEmbedding):
+        return embedding.weight.detach()
+    codes = torch.arange(target.vocab_size, device=target.device)[None]
+    return embedding(codes)[0].detach()
+
+
 def untrained_drafter(target: CachedTarget) -> EagleDrafter:
     """Return a drafter with the target's embedding and weights from torch's current stream."""
-    embedding = target.transformer.tok_embeddings
     drafter = EagleDrafter(target.drafter_config, target.transformer.output)
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
@@ -207,7 +215,5 @@ def untrained_drafter(target: CachedTarget) -> EagleDrafter:
         # The fusion starts as the feature itself, a fair first guess of the next one.
         drafter.fc.weight[:, drafter.config.dim :] += torch.eye(drafter.config.dim)
         drafter.fc.bias.zero_()
-        codes = torch.arange(target.vocab_size, device=target.device)[None]
-        weight = embedding.weight if isinstance(embedding, TokenEmbedding) else embedding(codes)[0]
-        drafter.embed_tokens.weight.copy_(weight)
+        drafter.embed_tokens.weight.copy_(embedding_of(target))
     return drafter

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -114,6 +115,77 @@ _LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
 }
+# Names of keys that change what a network computes. Such a key is read, or has no effect, or is
+# refused.
+_CHANGES = re.compile(
+    r"rope|rotary|alibi|position_(embedding|encoding)_|sliding|window|chunk|softcap|logits?_scal"
+    r"|scal(e|ing)|multiplier|expert|moe|router|norm|(^|_)act(ivation)?(_|$)|gelu|bias|head_dim"
+    r"|layer_types|attn_|attention_|residual|parallel|quant|lora|adapter|mlp_|ffn_|kv_|query_"
+    r"|mamba|ssm|conv_|mup|prun"
+)
+# Those that change nothing in a trained transformer of this package.
+_HARMLESS = re.compile(
+    r"drop|dtype|attn_implementation|chunk_size_feed_forward|model_parallel|pretraining_tp"
+    r"|use_cache|output_attentions"
+)
+_ROPE_READ = ("rope_type", "type", "rope_theta", "original_max_position_embeddings")
+_NEUTRAL_WORDS = ("silu", "swish", "rope", "rotary", "default", "full_attention", "rmsnorm")
+# Numbers that 1 leaves without effect.
+_FACTORS = re.compile(r"factor|scal|multiplier|expert|pct|percent|parallel")
+
+
+def with_one_rope_base(stated: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a config whose `rope_theta` is what transformers takes, and remarks.
+
+    The newer `rope_parameters` comes before a `rope_theta` beside it, also inside a section.
+    """
+    config: dict[str, Any] = {}
+    remarks: list[str] = []
+    for key, value in stated.items():
+        config[key] = value
+        if key.endswith("_config") and isinstance(value, Mapping):
+            config[key], inner = with_one_rope_base(value)
+            remarks += [f"{key}.{remark}" for remark in inner]
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = stated.get(key)
+        base = rope.get("rope_theta") if isinstance(rope, Mapping) else None
+        if base is None:
+            continue
+        older = stated.get("rope_theta")
+        if older not in (None, base):
+            remarks.append(f"rope_theta: {older}, and {key} says {base}, which is taken")
+        config["rope_theta"] = base
+    return config, remarks
+
+
+def _check_unread(
+    config: Mapping[str, Any],
+    error_at: MakeError,
+    read: Collection[str],
+    *,
+    section: str = "",
+    changes: re.Pattern[str] = _CHANGES,
+) -> None:
+    """Raise for a key that changes the network and is not read."""
+    for key, value in config.items():
+        may_change = changes.search(key) is not None and _HARMLESS.search(key) is None
+        if may_change and key not in read and not _is_neutral(key, value, config):
+            raise error_at(
+                f"{section}{key}",
+                f"is {str(value)[:60]}, which this package's transformer does not have",
+            )
+
+
+def _is_neutral(key: str, value: Any, config: Mapping[str, Any]) -> bool:
+    """Return whether a key has a value that changes nothing."""
+    if "window" in key and config.get("use_sliding_window") is False:
+        return True
+    if isinstance(value, bool | None) or not value:
+        return not value
+    if isinstance(value, str | list):
+        words = [value] if isinstance(value, str) else value
+        return all(str(word).lower() in _NEUTRAL_WORDS for word in words)
+    return value == 1 and _FACTORS.search(key) is not None
 
 
 def check_options(
@@ -132,7 +204,11 @@ def check_options(
 
 
 def llama_sizes(
-    config: Mapping[str, Any], error_at: MakeError, *, positions: str = "sequence"
+    config: Mapping[str, Any],
+    error_at: MakeError,
+    *,
+    positions: str = "sequence",
+    read: Collection[str] = (),
 ) -> dict[str, Any]:
     """Read the sizes of a Llama, or of a model like it, as transformers states them.
 
@@ -140,19 +216,27 @@ def llama_sizes(
         config: The content of a config.json.
         error_at: Makes the error that is raised for an impossible or unsupported value.
         positions: As in `TransformerConfig`.
+        read: Other keys that the caller reads.
 
     Returns:
         The stated fields of `TransformerConfig`.
     """
     check_options(config, _LLAMA_ONLY, error_at)
-    for key in ("rope_scaling", "rope_parameters"):
+    ropes = ("rope_scaling", "rope_parameters")
+    for key in ropes:
         scaling = config.get(key) or {}
+        if not isinstance(scaling, Mapping):
+            raise error_at(key, "must be a mapping")
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind != "default":
             raise error_at(
                 key,
                 f"is of the type {kind}, and only rotary positions without scaling are supported",
             )
+
+        _check_unread(scaling, error_at, _ROPE_READ, section=f"{key}.", changes=re.compile(""))
+    read = (*read, *ropes, *_LLAMA_NAMES.values(), *_LLAMA_ONLY, "head_dim")
+    _check_unread(config, error_at, read)
 
     rope = config.get("rope_parameters") or {}
     config = {"rope_theta": rope.get("rope_theta"), **config}
@@ -163,6 +247,13 @@ def llama_sizes(
     }
     if "dim" in sizes and "heads" in sizes:
         _check_heads(sizes, error_at, positions=positions)
+        stated = config.get("head_dim")
+        if stated not in (None, sizes["dim"] // sizes["heads"]):
+            raise error_at(
+                "head_dim",
+                f"is {stated}, and only hidden_size / num_attention_heads, "
+                f"{sizes['dim'] // sizes['heads']}, is supported",
+            )
     return sizes
 
 

@@ -31,7 +31,8 @@ class VQConfig:
     # middle blocks always attend.
     attention: tuple[int, ...] | None = None
     code_norms: bool = False  # codes scale and shift the output of the decoder's norms (MoVQGAN)
-    frames: int = 1  # video frames that one map of codes stands for (Emu3)
+    # Video frames that one map of codes stands for (Emu3). None: no convolutions over time.
+    frames: int | None = None
 
 
 GROUPS = 32  # of every group norm
@@ -303,7 +304,7 @@ class _VideoVQ(VQModel):
     def __init__(self, config: VQConfig) -> None:
         super().__init__(config)
         width = config.z_channels
-        halvings = int(math.log2(config.frames))
+        halvings = int(math.log2(config.frames or 1))
         self.time_down = nn.ModuleList(
             _TimeConv(width, width, (4, 3, 3), stride=(2, 1, 1)) for _ in range(halvings)
         )
@@ -314,7 +315,7 @@ class _VideoVQ(VQModel):
         self.post_quant_conv = _TimeConv(config.code_dim, width, (3, 1, 1))
 
     def latents(self, pixels: Tensor) -> Tensor:
-        video = self.encoder(pixels)[:, :, None].expand(-1, -1, self.config.frames, -1, -1)
+        video = self.encoder(pixels)[:, :, None].expand(-1, -1, self.config.frames or 1, -1, -1)
         for conv in self.time_down:
             video = functional.silu(conv(video))
         return self.quant_conv(self.time_encoder(video))[:, :, 0]
@@ -329,4 +330,4 @@ class _VideoVQ(VQModel):
 
 def new_vq(config: VQConfig) -> VQModel:
     """Return a tokenizer with fresh weights."""
-    return VQModel(config) if config.frames == 1 else _VideoVQ(config)
+    return VQModel(config) if config.frames is None else _VideoVQ(config)

@@ -46,6 +46,21 @@ def same(path: Path) -> bool:
         lambda state: {"model": {f"module.{name}": value for name, value in state.items()}},
         lambda state: {f"_orig_mod.{name}": value for name, value in state.items()},
         lambda state: {f"_fsdp_wrapped_module.{name}": value for name, value in state.items()},
+        lambda state: state | {"step": 3, "note": "text"},
+        lambda state: {"model_state_dict": state, "optimizer_state_dict": {"state": {0: state}}},
+        lambda state: {"net": state, "rng_state": torch.zeros(8, dtype=torch.uint8)},
+        lambda state: {"generator": state, "discriminator": {"w": torch.ones(1)}, "step": 1},
+        lambda state: {"params": state, "loss_history": torch.ones(3)},
+        lambda state: {"model": state, "state_dict": dict(state)},
+        # Averaged weights alone, as EMA classes of training scripts and torch's own write them.
+        lambda state: {"ema": state},
+        lambda state: {"model_ema": {"module": state, "updates": 3}},
+        lambda state: {"ema_state_dict": state, "ema_decay": 0.999},
+        lambda state: {f"ema_model.{name}": value for name, value in state.items()},
+        lambda state: (
+            {"n_averaged": torch.tensor(3)}
+            | {f"module.{name}": value for name, value in state.items()}
+        ),
     ],
 )
 @pytest.mark.parametrize("zipped", [True, False])
@@ -53,6 +68,113 @@ def test_containers_of_training_frameworks_are_unwrapped(
     *, wrap: Any, zipped: bool, tmp_path: Path
 ) -> None:
     assert same(saved(tmp_path / "file.pt", wrap(STATE), _use_new_zipfile_serialization=zipped))
+
+
+AVERAGED = {name: value / 2 for name, value in STATE.items()}
+
+
+@pytest.mark.parametrize("name", ["ema", "model_ema", "averaged_model", "swa_state", "EMA"])
+def test_weights_beside_averaged_ones_are_named(name: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / "file.pt", {"model": STATE, name: AVERAGED, "steps": 3})
+    opened = open_checkpoint(path)
+    assert torch.equal(opened["a.weight"], STATE["a.weight"])
+    assert f"holds weights in model and {name}; those of model are taken" in opened.remarks[0]
+    averaged = open_checkpoint(path, entry=name)
+    assert torch.equal(averaged["a.weight"], AVERAGED["a.weight"])
+    assert not averaged.remarks
+
+
+def test_averaged_weights_alone_are_named(tmp_path: Path) -> None:
+    opened = open_checkpoint(saved(tmp_path / "file.pt", {"ema": STATE}))
+    assert "the weights are averaged over a training (ema)" in opened.remarks[0]
+    listed = {"model": STATE, "ema": {"shadow_params": list(AVERAGED.values())}}
+    opened = open_checkpoint(saved(tmp_path / "file.pt", listed))
+    assert "averaged weights have no names and are not read: ema" in opened.remarks[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "entry", "message"),
+    [
+        ({"encoder": STATE, "decoder": AVERAGED}, None, "holds weights in encoder and decoder"),
+        ({"model": STATE, "state_dict": AVERAGED}, None, "holds weights in model and state_dict"),
+        ({"ema": STATE, "ema_slow": AVERAGED}, None, "holds weights in ema and ema_slow"),
+        ({"model": STATE}, "ema", "weights: ema: the file has no such entry"),
+    ],
+)
+def test_weights_that_must_be_chosen(
+    content: Any, entry: str | None, message: str, tmp_path: Path
+) -> None:
+    path = saved(tmp_path / "file.pt", content)
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(path, entry=entry)
+
+
+def test_two_weight_files_of_a_folder_are_one_or_refused(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "model.safetensors")
+    saved(tmp_path / "pytorch_model.bin", STATE)
+    assert same(tmp_path)
+    for other in (AVERAGED, {"a.weight": STATE["a.weight"]}, STATE | {"c": torch.ones(1)}):
+        saved(tmp_path / "pytorch_model.bin", other)
+        with pytest.raises(
+            UserError, match=r"model\.safetensors and pytorch_model\.bin hold different weights"
+        ):
+            open_checkpoint(tmp_path)
+    halves = {name: value.half() for name, value in STATE.items()}
+    saved(tmp_path / "pytorch_model.bin", halves)
+    with pytest.raises(UserError, match="hold different weights"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_tensor_stands_where_the_index_says_and_once(tmp_path: Path) -> None:
+    places = {"a.weight": "1.safetensors", "b.bias": "2.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    stale = {"a.weight": STATE["a.weight"] + 1}
+    save_file({"a.weight": STATE["a.weight"]}, tmp_path / "1.safetensors")
+    save_file({"b.bias": STATE["b.bias"]} | stale, tmp_path / "2.safetensors")
+    message = r"2\.safetensors: holds a\.weight, which stands in another file of the folder too"
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(tmp_path)
+    save_file({"x": torch.ones(1)}, tmp_path / "1.safetensors")
+    with pytest.raises(
+        UserError, match=r"holds a\.weight, which the index places in 1\.safetensors"
+    ):
+        open_checkpoint(tmp_path)
+    # A tensor that the index does not name stands twice.
+    save_file({"a.weight": STATE["a.weight"], "x": torch.ones(1)}, tmp_path / "1.safetensors")
+    save_file({"b.bias": STATE["b.bias"], "x": torch.ones(1)}, tmp_path / "2.safetensors")
+    with pytest.raises(UserError, match="holds x, which stands in another file"):
+        open_checkpoint(tmp_path)
+    index.write_text('{"weight_map": {"a.weight": "1.safetensors", "a.weight": "2.safetensors"}}')
+    with pytest.raises(UserError, match=r"a\.weight stands there twice"):
+        open_checkpoint(tmp_path)
+
+
+def test_files_that_are_gone_or_have_other_names_are_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("../blobs/0123")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(UserError, match=r"is a link to \.\./blobs/0123, which does not exist"):
+            open_checkpoint(path)
+    (tmp_path / "model.safetensors").unlink()
+    save_file(STATE, tmp_path / "model.fp16.safetensors")
+    with pytest.raises(UserError, match=r"it has model\.fp16\.safetensors") as caught:
+        open_checkpoint(tmp_path)
+    assert "Rename the file" in str(caught.value.advice)
+
+
+def test_tensors_that_were_never_written_are_named(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        module = torch.nn.Linear(4, 64)
+    keys = {"weight": (Slice("w"),), "bias": (Slice("bias"),)}
+    for rows, is_named in ((0, True), (32, True), (60, False)):
+        weight = torch.ones(64, 4)
+        weight[rows:] = 0
+        opened = open_checkpoint(
+            saved(tmp_path / "file.pt", {"w": weight, "bias": torch.zeros(64)})
+        )
+        load_into(module, opened, keys, dtype=torch.float32, device=torch.device("cpu"))
+        assert [": w" in remark for remark in opened.remarks] == [True] * is_named
+        module.to("meta")
 
 
 def test_safetensors_open_as_file_directory_and_shards(tmp_path: Path) -> None:
@@ -160,7 +282,11 @@ def test_truncated_file_is_a_one_line_error(kind: str, share: float, tmp_path: P
         (b"<html>404</html>" * 20, "truncated or no checkpoint|cannot be read as a checkpoint"),
         ([1, 2], "holds a list"),
         ({}, "holds nothing"),
-        ({"a": torch.ones(1), "b": 3}, "not a tensor: b"),
+        ({"a": torch.ones(1), "b": [3]}, r"not a tensor: b \(list\)"),
+        (
+            {"steps": 3, "history": [1.0]},
+            r"no tensors by name: its entries are steps \(int\), history",
+        ),
     ],
 )
 def test_file_without_tensors_is_refused(content: Any, message: str, tmp_path: Path) -> None:
