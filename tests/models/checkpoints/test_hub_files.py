@@ -6,7 +6,9 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import ClassVar
 
@@ -329,3 +331,30 @@ def test_sources_are_well_formed():
             assert source.patterns
             assert source.revision == "main" or len(source.revision) == 40
     assert "Chameleon" in LICENCE_NOTES[PARTS["anole-7b"]["target"][0].licence]
+
+
+def test_a_file_of_the_same_size_and_time_is_hashed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cp -p` over a file and `rsync -a` keep both; other programs can also set the time back."""
+    monkeypatch.setenv("LANTERN_BENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(files_module, "_WORTH_REMEMBERING", 0)
+    path = tmp_path / "model.pt"
+    other = tmp_path / "other.pt"
+    path.write_bytes(b"a" * 5000)
+    other.write_bytes(b"b" * 5000)
+    for file in (path, other):
+        os.utime(file, ns=(10**18, 10**18))
+    first = files_module.remembered_sha256(path)
+    shutil.copy2(other, path)
+    assert path.stat().st_mtime_ns == 10**18
+    assert files_module.remembered_sha256(path) == files_module.file_sha256(other) != first
+
+    # Also where not even the inode and the time of the change differ.
+    state = path.stat()
+    content = b"b" * 2500 + b"c" + b"b" * 2499
+    path.write_bytes(content)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", lambda _self, **_how: state)
+        found = files_module.remembered_sha256(path)
+    assert found == hashlib.sha256(content).hexdigest()

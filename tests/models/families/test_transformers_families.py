@@ -38,6 +38,7 @@ SHAPES = {
     ),
 }
 SHAPES["wide codes, few frames"] = SHAPES["wide codes, few frames"]._replace(frames=2, attends=())
+SHAPES["single frames"] = tiny.Shape(frames=1)
 # Every test run compares one shape; the others belong to the long tests.
 SHAPES_BY_COST = [
     name if name == "grouped-query" else pytest.param(name, marks=pytest.mark.long)
