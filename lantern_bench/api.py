@@ -105,7 +105,7 @@ class Run:
         return [Image.open(self.path / image) for image in sorted(images)]
 
     def __repr__(self) -> str:
-        failed = int((self.records["status"] != "ok").sum())
+        failed = (self.records["status"] != "ok").sum()
         counts = f"{len(self.cells)} cells, {len(self.records) - failed} images"
         if failed:
             counts += f", {failed} failed"
@@ -486,9 +486,8 @@ def decode(
         "lambda": lambda_,
         **parameters,
     }
-    overrides = Overrides.from_flags(flags)
     source = {"name": "decode", "model": model.name, "baseline": False, "cells": [{"mode": mode}]}
-    resolved = load_experiment(source, registry.defaults_of, overrides)
+    resolved = load_experiment(source, registry.defaults_of, Overrides.from_flags(flags))
     if len(resolved.cells) != 1:
         raise UserError(
             f"decode takes one value per parameter; these make {len(resolved.cells)} cells",

@@ -114,12 +114,11 @@ def certify(plan: CertificationPlan, folder: Path, emit: Emit) -> dict[str, Rows
             f"{plan.model}): about {duration(total_seconds)}"
         )
     )
-    label = "audit" if plan.claims else "certificate"
     before = 0.0
 
     def show_part(part: float, event: ProgressEvent) -> None:
         done = before + part * event.done / event.total
-        emit(ProgressEvent(label, done / total_seconds))
+        emit(ProgressEvent("audit" if plan.claims else "certificate", done / total_seconds))
 
     # 2. Run the trials.
     level = rejection_level(trials) if plan.has_power else 0.0

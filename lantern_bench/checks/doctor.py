@@ -400,8 +400,10 @@ def _compared(
         if dtype != torch.float32 and apart < _ROUNDINGS * torch.finfo(dtype).eps:
             return Finding(check, "ok", f"{result}: rounding")
         return Finding(check, "fail", result, fix=_WRONG)
-    parts = [f"{' = '.join(images)}, {total} of {total} tokens"]
-    parts += [f"{stage} fails: {reason}" for stage, reason in fallbacks.items()]
+    parts = [
+        f"{' = '.join(images)}, {total} of {total} tokens",
+        *(f"{stage} fails: {reason}" for stage, reason in fallbacks.items()),
+    ]
     return _warned(
         check,
         "; ".join(parts),

@@ -90,11 +90,6 @@ def _model_trials(plan: CertificationPlan, dtype: str) -> Iterator[Trial]:
     are the run's.
     """
     run = plan.sampling
-    sampling = {
-        "temperature": run.temperature,
-        "filter_order": run.filter_order,
-        "cfg_scale": run.cfg_scale,
-    }
     several: list[dict[str, Any]] = []
     if run.top_k or run.top_p < 1:
         several.append({"top_k": run.top_k, "top_p": run.top_p})
@@ -103,7 +98,14 @@ def _model_trials(plan: CertificationPlan, dtype: str) -> Iterator[Trial]:
     for filters in several or [{}]:
         is_narrow = filters is _NARROW
         words = "".join(f", {key.replace('_', '-')} {value:g}" for key, value in filters.items())
-        decodings = lossless_decodings(plan, siblings=is_narrow, **sampling, **filters)
+        decodings = lossless_decodings(
+            plan,
+            siblings=is_narrow,
+            temperature=run.temperature,
+            filter_order=run.filter_order,
+            cfg_scale=run.cfg_scale,
+            **filters,
+        )
         for setting, decoding in decodings.items():
             yield Trial(
                 setting=setting + words,

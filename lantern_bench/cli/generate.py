@@ -128,11 +128,13 @@ def generate(
             decoded.append(image)
             emit(ProgressEvent("images", len(decoded), len(tasks)))
     write_file(out, decoder.picture_png(decoded, cells), flag="--out")
-    rows = [
-        _row(task, image, loaded, device=compute.device)
-        for task, image in zip(tasks, decoded, strict=True)
-    ]
-    console.table(rows, title=prompt)
+    console.table(
+        [
+            _row(task, image, loaded, device=compute.device)
+            for task, image in zip(tasks, decoded, strict=True)
+        ],
+        title=prompt,
+    )
     console.say(f"picture: {out}")
     return None
 

@@ -258,7 +258,8 @@ def predict(
         table = prediction.predict_run(run=data, device=target, stack=stack, model=model)
         terms += prediction.terms_of(target, stack)
         measured = prediction.measured_elsewhere(run=data, device=target, stack=stack, model=model)
-        terms += filter(None, [measured])
+        if measured:
+            terms.append(measured)
         title += f", predicted for {target.name}"
     if prompts is not None:
         table = prediction.with_hours(table, prompts, devices)

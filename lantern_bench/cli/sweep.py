@@ -110,8 +110,7 @@ def sweep(
     with console.events() as emit:
         tables = run(request, emit)
     if "speed" in request.experiment.settings.metrics:
-        finished = run_directory.finished_records(request.folder)
-        disturbance = run_directory.disturbance(finished)
+        disturbance = run_directory.disturbance(run_directory.finished_records(request.folder))
         if disturbance:
             console.warn(f"{disturbance}. {QUIET_ADVICE}")
     show = _show_reproduction if published else _show_summary
@@ -162,13 +161,16 @@ def _show_reproduction(folder: Path, tables: Mapping[str, pd.DataFrame], console
     table = frame("reproduction", reproduction_rows(tables, paper))
     write_csv(table, folder / "reproduction.csv")
     notes = comparability(tables, paper, manifest)
-    title = paper.title if paper else folder.name
     if console.format in ("csv", "json"):
         console.table(table)
         for note in notes:
             console.say(note)
     else:
-        console.table(side_by_side(table), title=title, notes=[*notes, *sources(table)])
+        console.table(
+            side_by_side(table),
+            title=paper.title if paper else folder.name,
+            notes=[*notes, *sources(table)],
+        )
     files = ", ".join(f"{name}.csv" for name in ("reproduction", *tables))
     console.say(f"tables: {files}; all in {folder}")
 
@@ -183,13 +185,12 @@ def experiments(console: Console) -> None:
     rows = []
     for name, path in shipped_experiments().items():
         settings = ExperimentReader(read_source(path), Overrides()).settings()
-        about = " ".join((settings.description or "").split())
         rows.append(
             {
                 "experiment": name,
                 "model": ", ".join(settings.model),
                 "images": settings.images,
-                "about": about,
+                "about": " ".join((settings.description or "").split()),
             }
         )
     console.table(rows)

@@ -63,8 +63,10 @@ def drafter(
     job = make_job(checked_flags, results_root() / "drafters")
     if not dry_run:
         return _run(job=job, min_mal=min_mal, console=console)
-    rows = [{"what": what, "how much": amount} for what, amount in plan_rows(job)]
-    console.table(rows, title=f"drafter for {job.flags.target}")
+    console.table(
+        [{"what": what, "how much": amount} for what, amount in plan_rows(job)],
+        title=f"drafter for {job.flags.target}",
+    )
     console.say(f"would be written to {job.out}; nothing was made")
     return None
 

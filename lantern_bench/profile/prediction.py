@@ -154,8 +154,10 @@ def _draft_of(
     steps = images["start_per_step"].str.len().sum()
     forwards = round(images["drafter_forwards"].sum() / steps)
     levels = (1,) * (forwards - 1) if forwards else None
-    note = f"the nodes of {drafting} are not recorded: a chain of {depth} is assumed"
-    return Draft(nodes=depth + 1, levels=levels, depth=depth, fanout=1), note
+    return (
+        Draft(nodes=depth + 1, levels=levels, depth=depth, fanout=1),
+        f"the nodes of {drafting} are not recorded: a chain of {depth} is assumed",
+    )
 
 
 def measured_elsewhere(
@@ -189,10 +191,10 @@ def terms_of(device: Device, stack: str) -> list[str]:
     if stack == "compiled":
         code = device.code
         kernel_us = device.kernel_us
-    read = f"{device.read_gb_s:g} GB/s x {device.read_share:g}"
-    multiply = f"{device.multiply_tflops:g} Tflop/s x {device.multiply_share:g}"
     return [
-        f"Predicted for {device.about or device.name}, not measured: read {read}, {multiply}; "
+        f"Predicted for {device.about or device.name}, not measured: "
+        f"read {device.read_gb_s:g} GB/s x {device.read_share:g}, "
+        f"{device.multiply_tflops:g} Tflop/s x {device.multiply_share:g}; "
         f"{kernel_us:g} us a kernel ({code}), {device.step_us:g} us of host work a step.",
         *device.sources,
         "Acceptance is the run's. "
