@@ -62,7 +62,7 @@ def choose_compute(device: str = "auto", dtype: str = "auto", *, fast: bool = Fa
     counts = {
         "cpu": 1,
         "cuda": torch.cuda.device_count(),
-        "mps": 1 if torch.backends.mps.is_available() else 0,
+        "mps": int(torch.backends.mps.is_available()),
     }
     if (chosen.index or 0) >= counts[chosen.type]:
         raise RefusedError(

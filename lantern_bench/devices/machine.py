@@ -245,6 +245,4 @@ def reset_peak_memory(device: torch.device) -> None:
 
 def peak_memory_bytes(device: torch.device) -> int | None:
     """Return the peak device memory since the last reset. None on a CPU, which has no counter."""
-    if device.type != "cuda":
-        return None
-    return int(torch.cuda.max_memory_allocated(device))
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None

@@ -69,8 +69,9 @@ FAMILIES = msgspec.toml.decode(
 
 def layout_of(checkpoint: Checkpoint) -> str:
     """Return the layout of a checkpoint: hf, or the official layout of LlamaGen."""
-    is_hf = any(name.startswith(("model.", "lm_head.")) for name in checkpoint)
-    return "hf" if is_hf else "official"
+    if any(name.startswith(("model.", "lm_head.")) for name in checkpoint):
+        return "hf"
+    return "official"
 
 
 class CheckpointModel(Model):

@@ -144,9 +144,8 @@ def read_size(text: str) -> TransformerConfig:
             "For example 36x1280x16384x16, LlamaGen-XL at 256 pixels.",
         )
     numbers = [int(number) for number in text.split("x")]
-    usual = [0, 0, 16384, 16]
-    numbers += usual[len(numbers) :]  # those that may be left out
-    layers, width, vocabulary, side = numbers
+    usual = [0, 0, 16384, 16]  # the last two may be left out
+    layers, width, vocabulary, side = numbers + usual[len(numbers) :]
     if min(layers, vocabulary, side) < 1 or width < 64 or width % 64:
         raise UserError(f"--size {text}: the width must be a multiple of 64, the rest at least 1")
     if max(layers, side) > _LONGEST or max(width, vocabulary) > MOST:

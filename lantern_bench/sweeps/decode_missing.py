@@ -104,8 +104,7 @@ def _decode_batches(
         for batch in batches:
             signals.check()
             for result in decoder.decode(batch, store.missing(batch)):
-                record = store.append(*result)
-                emit(ImageDone(result.task, record))
+                emit(ImageDone(result.task, record=store.append(*result)))
         session["complete"] = True
     finally:
         session |= {"ended": stamp(), "gpus_at_end": machine.gpu_blocks()}

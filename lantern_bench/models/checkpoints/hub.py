@@ -53,8 +53,9 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         None if a file is missing.
         """
-        is_complete = all(_complete(folder, pattern) for pattern in self.patterns)
-        return folder / (self.file or "") if is_complete else None
+        if all(_complete(folder, pattern) for pattern in self.patterns):
+            return folder / (self.file or "")
+        return None
 
     def local_path(self, into: Path | None = None) -> Path | None:
         """Return the file or folder of this part on this machine.
