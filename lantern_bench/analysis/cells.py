@@ -14,7 +14,7 @@ from lantern_bench.methods.catalog import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.run_directory import RunData
-from lantern_bench.storage.schema import CELL_COLUMNS, Row
+from lantern_bench.storage.schema import CELL_NAMES, Row
 
 NOTE_SEPARATOR = " | "
 
@@ -27,8 +27,6 @@ _NUMBERS += [
     name for name, row in PARAMETERS.items() if row.in_id == "always" and name not in SAMPLING
 ]
 _NUMBERS += ["top_k", "top_p", "cfg_scale", "batch"]
-
-_CELL = [column.name for column in CELL_COLUMNS]
 
 # Figures of a record that are numbers.
 _RECORDED = (
@@ -48,7 +46,7 @@ _RECORDED = (
 )
 
 COLUMNS_READ = (
-    *_CELL,
+    *CELL_NAMES,
     "record_key",
     "status",
     "prompt_id",
@@ -103,12 +101,13 @@ def timed_images(cell: CellRecords, base: CellRecords | None = None) -> pd.DataF
         images = cell.timed
     both = images.join(base.timed.add_prefix("numerator_"), how="inner")
     on_one_device = both[both["device_id"] == both["numerator_device_id"]]
-    names = {
-        "numerator_seconds": "numerator",
-        "seconds": "denominator",
-        "steps": "denominator_steps",
-    }
-    return on_one_device.rename(columns=names)
+    return on_one_device.rename(
+        columns={
+            "numerator_seconds": "numerator",
+            "seconds": "denominator",
+            "steps": "denominator_steps",
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ def run_cells(run: RunData) -> list[CellRecords]:
     """Return the cells of a loaded run, in the fixed order of all tables."""
     cells = []
     for _, rows in run.records.sort_values(["prompt_id", "repeat"]).groupby("cell_id"):
-        (columns,) = rows_of(rows[_CELL].iloc[:1])
+        (columns,) = rows_of(rows[CELL_NAMES].iloc[:1])
         completed = rows[rows["status"] == "ok"].reset_index(drop=True)
         cells.append(CellRecords(columns, completed, failed=len(rows) - len(completed)))
     return sorted(cells, key=lambda cell: _order(cell.columns))

@@ -96,9 +96,14 @@ def differences(a: RunData, b: RunData) -> list[Difference]:
     protocols_a = sort_scores(a.scores)
     protocols_b = sort_scores(b.scores)
     if protocols_a and protocols_b and protocols_a.keys().isdisjoint(protocols_b):
-        listed_a = ", ".join(protocols_a)
-        listed_b = ", ".join(protocols_b)
-        found.append(Difference(kind="protocol", name="protocol", a=listed_a, b=listed_b))
+        found.append(
+            Difference(
+                kind="protocol",
+                name="protocol",
+                a=", ".join(protocols_a),
+                b=", ".join(protocols_b),
+            )
+        )
     return found
 
 
@@ -291,12 +296,17 @@ def _compared(quantity: str, a: Any, b: Any) -> Row | None:
         effect = compare_sums(*sides)
         needed = "fewer than 2 prompts"
     row |= effect.columns("effect")
-    row["a"], row["b"] = (side.value for side in sides)
-    row["pairs"] = len(images)
-    row["prompts"] = images.get_level_values("prompt_id").nunique()
+    row |= {
+        "a": sides[0].value,
+        "b": sides[1].value,
+        "pairs": len(images),
+        "prompts": images.get_level_values("prompt_id").nunique(),
+    }
     if quantity not in _UNTESTED:
-        row["p_value"] = effect.p_value
-        row["note"] = f"not tested: {needed}" if effect.p_value is None else None
+        row |= {
+            "p_value": effect.p_value,
+            "note": f"not tested: {needed}" if effect.p_value is None else None,
+        }
     return row
 
 

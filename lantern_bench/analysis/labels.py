@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -60,16 +60,17 @@ def labels(table: pd.DataFrame) -> list[str]:
     return [" ".join(_words(row, table, prefixes)) for _, row in table.iterrows()]
 
 
-def _words(row: pd.Series, table: pd.DataFrame, prefixes: Sequence[str]) -> list[str]:
-    """The words of the label of a row."""
+def _words(row: pd.Series, table: pd.DataFrame, prefixes: Sequence[str]) -> Iterator[str]:
+    """Yield the words of the label of a row."""
     mode = str(row["mode"])
     of_mode = MODES[mode].label if mode in MODES else mode
     of_rule = _lossless_label(mode, str(row.get("rule")))
-    words = [f"{row[name]}:" for name in prefixes]
-    words.append(of_rule or of_mode)
+    for name in prefixes:
+        yield f"{row[name]}:"
+    yield of_rule or of_mode
     for name, symbol in BOUNDS.items():
         if pd.notna(row.get(name)):
-            words.append(f"{symbol}={row[name]:g}")
+            yield f"{symbol}={row[name]:g}"
 
     same_mode = table[table["mode"] == mode]
     for name in _IN_LABELS:
@@ -82,8 +83,7 @@ def _words(row: pd.Series, table: pd.DataFrame, prefixes: Sequence[str]) -> list
         if rivals.nunique(dropna=False) <= 1:
             continue
         is_greedy = name == "temperature" and value == 0
-        words.append("greedy" if is_greedy else _FORMATS[name].format(value))
-    return words
+        yield "greedy" if is_greedy else _FORMATS[name].format(value)
 
 
 def _lossless_label(mode: str, rule: str) -> str | None:

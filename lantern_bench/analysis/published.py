@@ -30,12 +30,11 @@ FROM_SPEED = ("speedup", "step_compression", "mean_accepted_length")
 _SCORED_BY = {name: METRICS[name].scored_by for name in IN_SUMMARY}
 
 
-def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -> list[Row]:
-    """Return the rows of `reproduction.csv`; published rows without a cell come last."""
+def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -> Iterator[Row]:
+    """Yield the rows of `reproduction.csv`; published rows without a cell come last."""
     cells = rows_of(one_row_per_cell(tables))
     paper_rows = paper.rows if paper else ()
     figures = tuple(paper.columns) if paper else FROM_SPEED
-    rows: list[Row] = []
     matched: set[str] = set()
     for cell in cells:
         about = _about(cell, cells)
@@ -43,26 +42,28 @@ def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -
         matched.update(row.name for row in matching)
         beside: Sequence[PaperRow | None] = matching or [None]
         for paper_row in beside:
-            rows += [
-                about | _figure_row(cell, paper_row, name=name, paper=paper) for name in figures
-            ]
+            for name in figures:
+                yield about | _figure_row(cell, paper_row, name=name, paper=paper)
         for name in _OURS:
             if cell[name] is not None:
-                rows.append(about | _figure_row(cell, None, name=name, paper=None))
+                yield about | _figure_row(cell, None, name=name, paper=None)
 
     for paper_row in paper_rows:
         if paper_row.name not in matched:
-            rows += _rows_without_cell(paper_row, figures)
-    return rows
+            yield from _rows_without_cell(paper_row, figures)
 
 
 def _about(cell: Row, cells: Sequence[Row]) -> Row:
-    about = {name: cell[name] for name in ("cell_id", "model", "images", "failed")}
-    about["method"] = cell["mode"]
-    # At temperature 0 a rejection leaves no choice, so the residual has no effect.
-    about["residual"] = cell["residual"] if cell["temperature"] else None
-    about["parameters"] = parameters({**cell, "residual": None}, cells)
-    return about
+    return {
+        "cell_id": cell["cell_id"],
+        "model": cell["model"],
+        "images": cell["images"],
+        "failed": cell["failed"],
+        "method": cell["mode"],
+        # At temperature 0 a rejection leaves no choice, so the residual has no effect.
+        "residual": cell["residual"] if cell["temperature"] else None,
+        "parameters": parameters({**cell, "residual": None}, cells),
+    }
 
 
 def _is_beside(row: PaperRow, cell: Row, cells: Sequence[Row]) -> bool:
@@ -135,9 +136,11 @@ def _published_columns(row: PaperRow | None, name: str) -> Row:
     columns: Row = {"figure": name, "paper_row": row.name if row else None}
     figure = row.figures.get(name) if row else None
     if figure is not None:
-        columns["published"] = figure.value
-        columns["source"] = figure.source
-        columns["confidence"] = figure.confidence
+        columns |= {
+            "published": figure.value,
+            "source": figure.source,
+            "confidence": figure.confidence,
+        }
     return columns
 
 
@@ -169,8 +172,7 @@ def comparability(
             "features."
         )
     if "clip_score" in paper.columns:
-        note = _not_comparable("CLIP model", paper.clip_model, ours=quality["clip_model"])
-        notes.append(note)
+        notes.append(_not_comparable("CLIP model", paper.clip_model, ours=quality["clip_model"]))
     notes += [paper.missing or "", *paper.notes]
     return [" ".join(note.split()) for note in notes if note]
 

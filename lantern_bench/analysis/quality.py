@@ -88,8 +88,7 @@ def quality_rows(
             family = _sets_of_ar(base, cells)
             spread = _ar_spread(cell, family, of_protocol)
             note = join_notes([row["note"], spread.get("note")])
-            row |= spread | _differences(cell, family, of_protocol)
-            row["note"] = note
+            row |= spread | _differences(cell, family, of_protocol) | {"note": note}
         rows.append(row | of_tokens)
     if not rows:
         note = "pictures not scored" if of_tokens else "not scored"
@@ -108,13 +107,15 @@ def _scored(cell: CellRecords, scores: ProtocolScores, images: Sequence[Row]) ->
     elif images and of_cell and scored != count:
         notes.append(f"{listed(OF_SETS)} over {scored} images")
 
-    row = {name: value for name, value in of_cell.items() if name in _COLUMNS}
-    row["images"] = count
-    row["note"] = join_notes(notes)
-    row["protocol_version"] = (of_cell or images[0]).get("protocol_version")
-    row["fid_features"] = of_cell.get("extractor")
     clip_models = (image.get("clip_model") for image in images)
-    row["clip_model"] = next(filter(None, clip_models), None)
+    row = {name: value for name, value in of_cell.items() if name in _COLUMNS}
+    row |= {
+        "images": count,
+        "note": join_notes(notes),
+        "protocol_version": (of_cell or images[0]).get("protocol_version"),
+        "fid_features": of_cell.get("extractor"),
+        "clip_model": next(filter(None, clip_models), None),
+    }
     for name in OF_IMAGES:
         row |= ratio_of_images(scored_images(cell, scores, name)).columns(name)
     return row
@@ -179,8 +180,7 @@ def _differences(cell: CellRecords, family: Sequence[CellRecords], scores: Proto
         own, *of_ar = (sums_of_images(images.loc[shared]) for images in (scored, ar, *complete))
         effect = compare_sums(of_ar[0], own, of_ar[1:])
         row |= effect.columns(f"{name}_vs_ar")
-        row[f"{name}_vs_ar_p"] = effect.p_value
-        row["ar_sets"] = len(of_ar)
+        row |= {f"{name}_vs_ar_p": effect.p_value, "ar_sets": len(of_ar)}
     return row
 
 

@@ -103,8 +103,9 @@ def recommendation(
     scored = figures["quality_images"]
     figures["images"] = scored.where(scored > 0, figures["images"])
 
-    of_quality = figures[["model", "cell_id", "images", *ends]]
-    joined = cells.drop(columns="images").merge(of_quality, "left")
+    joined = cells.drop(columns="images").merge(
+        figures[["model", "cell_id", "images", *ends]], "left"
+    )
     ordered = joined.sort_values("speedup", ascending=False, kind="stable")
     rows: list[Row] = []
     for _, group in ordered.groupby(["model", "lossless_cell"], dropna=False, sort=False):

@@ -99,8 +99,8 @@ def ratio(sums: Sums) -> Interval:
     if np.allclose(sums.numerator, value * sums.denominator, rtol=1e-12, atol=0.0):
         return Interval(value, value, value)
 
-    def statistic(numerator: Array, denominator: Array, axis: int = -1) -> Array:
-        return np.asarray(numerator.sum(axis=axis) / denominator.sum(axis=axis))
+    def statistic(numerator: Array, denominator: Array, axis: int) -> Any:
+        return numerator.sum(axis=axis) / denominator.sum(axis=axis)
 
     low, high = _bootstrap(sums, statistic)
     return Interval(value, low, high)
@@ -148,7 +148,7 @@ def sums_per_prompt(
 
 
 def _bootstrap(
-    sums: Sequence[Array], statistic: Callable[..., Array]
+    sums: Sequence[Array] | Array, statistic: Callable[..., Any]
 ) -> tuple[float, float] | tuple[None, None]:
     """Return the 95% interval of `statistic(*sums, axis=)` over prompts; None where not defined.
 
@@ -160,24 +160,22 @@ def _bootstrap(
     size = sums[0].size
     # Thousands of prompts have a smooth interval, so that fewer resamples suffice.
     resamples = min(9_999, max(1_999, 10_000_000 // size))
-    batch = max(1, 4_000_000 // size)  # bounds the memory
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
             # A method that fails warns and returns nan; the loop tries the next one.
             warnings.simplefilter("ignore")
-            result = bootstrap(
-                tuple(sums),
+            low, high = bootstrap(
+                sums,
                 statistic,
                 paired=True,
                 vectorized=True,
                 axis=-1,
                 confidence_level=_LEVEL,
                 n_resamples=resamples,
-                batch=batch,
+                batch=max(1, 4_000_000 // size),  # bounds the memory
                 method=method,
                 rng=np.random.default_rng(_SEED),
-            )
-            low, high = result.confidence_interval
+            ).confidence_interval
         if math.isfinite(low) and math.isfinite(high):
             return float(low), float(high)
     return None, None
@@ -206,9 +204,9 @@ def compare_sums(a: Sums, b: Sums, others: Sequence[Sums] = ()) -> Interval:
     sets = np.array([a, *others])
     mean = sets.mean(axis=0)
 
-    def effect(*parts: Array, axis: int = -1) -> Array:
+    def effect(*parts: Array, axis: int = -1) -> Any:
         over_a, under_a, over_b, under_b = (part.sum(axis=axis) for part in parts)
-        return np.asarray(over_b / under_b - over_a / under_a)
+        return over_b / under_b - over_a / under_a
 
     parts = np.vstack([mean, of_b])
     value = float(effect(*parts))
@@ -224,7 +222,7 @@ def compare_sums(a: Sums, b: Sums, others: Sequence[Sums] = ()) -> Interval:
         parts = np.append(parts, pseudo_prompts, axis=1)
     elif np.array_equal(mean, of_b):
         return Interval(value, value, value, p_value=p_value)
-    low, high = _bootstrap(list(parts), effect)
+    low, high = _bootstrap(parts, effect)
     return Interval(value, low, high, p_value=p_value)
 
 
@@ -425,8 +423,7 @@ def add_holm_p_values(
     ordered = sorted(tested, key=lambda row: row[name])
     corrected = 0.0
     for number, row in enumerate(ordered):
-        scaled = row[name] * (len(ordered) - number)
-        corrected = max(corrected, min(scaled, 1.0))
+        corrected = max(corrected, min(1.0, row[name] * (len(ordered) - number)))
         row[into] = corrected
     return tested
 

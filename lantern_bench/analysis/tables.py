@@ -36,7 +36,7 @@ from lantern_bench.analysis.token_distance import distance_columns
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.run_directory import RunData, load_runs
 from lantern_bench.storage.schema import (
-    CELL_COLUMNS,
+    CELL_NAMES,
     Row,
     columns,
     csv_text,
@@ -107,8 +107,9 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], *, pool_devices: 
     }
     notes: list[str | None] = []
     if marks.mean() > 0.5:  # the mean of no marks is nan
-        disturbed = f"{row['disturbed']} of {len(marks)} images disturbed"
-        notes.append(f"{disturbed}: seconds of a busy machine")
+        notes.append(
+            f"{row['disturbed']} of {len(marks)} images disturbed: seconds of a busy machine"
+        )
     if len(cell.devices) > 1:
         devices = ", ".join(f"{count} on {name}" for name, count in sorted(cell.devices.items()))
         notes.append(f"seconds of several kinds of device: {devices}")
@@ -131,12 +132,12 @@ def _speedup(
         return Interval(None)
     if base is None:
         missing = name.removesuffix("_cell")
-        note = f"no speedup: no {missing} cell to compare with in this run"
-        return Interval(None, note=note)
+        return Interval(None, note=f"no speedup: no {missing} cell to compare with in this run")
     kinds = len(cell.devices + base.devices)
     if kinds > 1 and not pool_devices:
-        note = f"no speedup: images of {kinds} kinds of device; --pool-devices pools them"
-        return Interval(None, note=note)
+        return Interval(
+            None, note=f"no speedup: images of {kinds} kinds of device; --pool-devices pools them"
+        )
     shared = timed_images(cell, base)
     if shared.empty:
         return Interval(None, note=f"no speedup: no image that {name} has too")
@@ -193,9 +194,11 @@ def _summary_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     rows = []
     for cell in cells:
         row = {name: cell[name] for name in copied if name in cell}
-        row["method"] = cell["mode"]
-        row["parameters"] = parameters(cell, cells)
-        row["note"] = join_notes([cell["note"], cell["quality_note"]])
+        row |= {
+            "method": cell["mode"],
+            "parameters": parameters(cell, cells),
+            "note": join_notes([cell["note"], cell["quality_note"]]),
+        }
         rows.append(row)
     return frame("summary", rows)
 
@@ -222,9 +225,10 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
     for cell in cells:
         quality += quality_rows(cell, cells, scores=scores, of_tokens=of_tokens[cell.cell_id])
         acceptance += acceptance_rows(cell)
-    speed = [speed_row(cell, cells, pool_devices=pool_devices) for cell in cells]
     tables = {
-        "speed": frame("speed", speed),
+        "speed": frame(
+            "speed", [speed_row(cell, cells, pool_devices=pool_devices) for cell in cells]
+        ),
         "quality": frame("quality", quality),
         "acceptance": frame("acceptance", acceptance),
     }
@@ -235,8 +239,7 @@ def _read_tables(folder: Path) -> dict[str, pd.DataFrame]:
     """Read the CSV files of a run directory; missing columns and missing files are empty."""
     tables = {name: _read_table(name, folder) for name in NAMES}
     if tables["quality"].empty:
-        cell_columns = [column.name for column in CELL_COLUMNS]
-        tables["quality"] = typed("quality", tables["speed"][cell_columns])
+        tables["quality"] = typed("quality", tables["speed"][CELL_NAMES])
     if tables["summary"].empty:
         tables["summary"] = _summary_of(tables)
     return tables

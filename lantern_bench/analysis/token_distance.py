@@ -71,8 +71,7 @@ def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> Row:
         if name in names:
             figures |= ratio(by_prompt[names.index(name)]).columns(name)
     sums = FeatureSums.of(np.stack([part.numerator for part in by_prompt], axis=-1), len(names))
-    tokens_per_prompt = by_prompt[0].denominator
-    figures |= distance(_compared(sums, names), tokens_per_prompt).columns("distance")
+    figures |= distance(_compared(sums, names), by_prompt[0].denominator).columns("distance")
     figures["distance_p"] = sums.total.p_value
     return figures
 
@@ -112,8 +111,10 @@ class FeatureSums(NamedTuple):
 
     def chosen(self, features: Sequence[int]) -> FeatureSums:
         """Return the sums of some of the features."""
-        square = self.covariance[..., features, :][..., features]
-        return FeatureSums(self.sums[..., features], square)
+        return FeatureSums(
+            sums=self.sums[..., features],
+            covariance=self.covariance[..., features, :][..., features],
+        )
 
     @property
     def total(self) -> FeatureSums:

@@ -123,11 +123,7 @@ def precision(sets: FeatureSets) -> Figure:
 def recall(sets: FeatureSets) -> Figure:
     """Return the fraction of the reference inside the pictures' manifold."""
     reference = sets.reference_features()
-
-    def inside(rows: Rows) -> float:
-        return float(_is_inside(reference, sets.subset(rows)).mean())
-
-    return inside
+    return lambda rows: float(_is_inside(reference, sets.subset(rows)).mean())
 
 
 def _is_inside(features: Tensor, manifold: Tensor) -> NDArray[np.bool_]:
@@ -135,11 +131,11 @@ def _is_inside(features: Tensor, manifold: Tensor) -> NDArray[np.bool_]:
 
     The ball around each point of `manifold` reaches its k-th nearest neighbour.
     """
-    radii = []
-    for chunk in manifold.split(2048):
-        distances = torch.cdist(chunk, manifold)
-        # The nearest point is the point itself.
-        radii.append(distances.kthvalue(_NEIGHBOURS + 1).values)
+    # The nearest point is the point itself.
+    radii = [
+        torch.cdist(chunk, manifold).kthvalue(_NEIGHBOURS + 1).values
+        for chunk in manifold.split(2048)
+    ]
     reach = torch.cat(radii)
     inside = [(torch.cdist(chunk, manifold) <= reach).any(dim=1) for chunk in features.split(2048)]
     return torch.cat(inside).numpy()
@@ -170,9 +166,10 @@ def measurable(n: int, reference: FeatureSet) -> tuple[list[str], list[str]]:
             if times:
                 reason += ", twice its features" if times == 2 else f", {times} times its features"
             others[f"{{}} {{}} {reason}; there are {n}"].append(name)
-    notes = []
-    for reason, few in others.items():
-        notes.append(reason.format(listed(few), "needs" if len(few) == 1 else "need"))
+    notes = [
+        reason.format(listed(few), "needs" if len(few) == 1 else "need")
+        for reason, few in others.items()
+    ]
     return names, notes
 
 
@@ -267,12 +264,11 @@ def fid_infinity(sets: FeatureSets) -> tuple[dict[str, float], list[str]]:
     line = stats.linregress(1 / sizes, distances)
     reach = float(stats.t.ppf((1 + _LEVEL) / 2, len(sizes) - 2) * line.intercept_stderr)
     value = float(line.intercept)
-    columns = {
+    return {
         "fid_infinity": value,
         "fid_infinity_low": value - reach,
         "fid_infinity_high": value + reach,
-    }
-    return columns, []
+    }, []
 
 
 # ---- How much figures vary: intervals by jackknife, and the spread of autoregressive decoding
@@ -299,8 +295,7 @@ def jackknife(figures: Mapping[str, Figure], n: int) -> dict[str, float]:
     scale = float(stats.t.ppf((1 + _LEVEL) / 2, groups - 1)) * math.sqrt(groups - 1)
     reaches = {}
     for name, figure in figures.items():
-        values = [figure(rows) for rows in remaining]
-        reaches[name] = scale * float(np.std(values))
+        reaches[name] = scale * float(np.std([figure(rows) for rows in remaining]))
     return reaches
 
 

@@ -46,8 +46,9 @@ class Protocol:
     reference: str | None = None  # the default reference; None requires --reference
 
 
-_FILE = Path(__file__).with_name("protocols.toml").read_bytes()
-_SHIPPED = msgspec.toml.decode(_FILE, type=dict[str, list[Protocol]])["protocol"]
+_SHIPPED = msgspec.toml.decode(
+    Path(__file__).with_name("protocols.toml").read_bytes(), type=dict[str, list[Protocol]]
+)["protocol"]
 PROTOCOLS = {protocol.name: protocol for protocol in _SHIPPED}
 
 _MEASURED = set[str]().union(*(protocol.metrics for protocol in _SHIPPED))

@@ -35,7 +35,7 @@ from lantern_bench.metrics.protocols import Protocol, default_protocol, protocol
 from lantern_bench.metrics.token_sums import finished_by_cell, score_tokens
 from lantern_bench.storage.run_directory import read_manifest, read_records, read_scores
 from lantern_bench.storage.run_store import RunStore
-from lantern_bench.storage.schema import CELL_COLUMNS, SCHEMA_VERSION, Row
+from lantern_bench.storage.schema import CELL_NAMES, SCHEMA_VERSION, Row
 from lantern_bench.utils.errors import RefusedError
 from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 
@@ -58,11 +58,11 @@ class Scorers:
     @property
     def label(self) -> str | None:
         """The networks of the scorers of single pictures, with their weights; None without any."""
-        labels = []
-        for name, scorer in self.of_pictures.items():
-            unnamed = f"{name}@{METRICS[name].fingerprint()}"
-            labels.append(getattr(scorer, "label", unnamed))
-        return "; ".join(label for label in labels if label) or None
+        labels = [
+            getattr(scorer, "label", f"{name}@{METRICS[name].fingerprint()}")
+            for name, scorer in self.of_pictures.items()
+        ]
+        return "; ".join(filter(None, labels)) or None
 
     def cut(self, captions: Sequence[str]) -> set[tuple[str, str]]:
         """Return the captions that a metric sees the beginning of, after the metric's name."""
@@ -167,10 +167,11 @@ def score_cells(
         if row["protocol"] == protocol.name and row["protocol_version"] == protocol.version:
             scores[row["cell_id"]].append(row)
 
-    pending = []
-    for cell_id, records in cells.items():
-        if rescore or not _is_scored(records, scores[cell_id], scorers, infinity=infinity):
-            pending.append(cell_id)
+    pending = [
+        cell_id
+        for cell_id, records in cells.items()
+        if rescore or not _is_scored(records, scores[cell_id], scorers, infinity=infinity)
+    ]
     # Sets of ar images with different seeds are scored together.
     for family in ar_families(cells):
         has_spread = any(row["level"] == "ar_spread" for row in scores[family[0]])
@@ -212,7 +213,7 @@ def _is_scored(
 
 def ar_families(cells: Mapping[str, Sequence[Row]]) -> list[list[str]]:
     """Return groups of at least two ids: cells of `ar` that differ only in their seeds."""
-    settings = {column.name for column in CELL_COLUMNS} - {"cell_id", "seed_set"}
+    settings = set(CELL_NAMES) - {"cell_id", "seed_set"}
     families: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for cell_id, rows in cells.items():
         if rows[0].get("mode") == "ar":
@@ -268,12 +269,13 @@ def score_pictures(
         pictures = [
             preprocess(read_picture(folder / record["image"]), preparation) for record in existing
         ]
-        sets = []
-        for extractor, reference_set in against:
-            features = features_of(
-                pictures, extractor, preparation.features_size, device=scorers.device
+        sets = [
+            FeatureSets(
+                features_of(pictures, extractor, preparation.features_size, device=scorers.device),
+                reference_set,
             )
-            sets.append(FeatureSets(features, reference_set))
+            for extractor, reference_set in against
+        ]
         figures = measure_sets(sets, infinity=infinity)
         if any(cell_id in family for family in families):
             of_families[cell_id] = (existing, sets)
@@ -315,16 +317,14 @@ def score_pictures(
 def _reference_sets(scorers: Scorers) -> list[tuple[Extractor, FeatureSet]]:
     """Return the features of the reference under each extractor."""
     reference = scorers.reference
-    extractors = scorers.extractors
     if reference is None:
         return []
     if isinstance(reference, FeatureReference):
         # They belong to the first extractor alone.
-        return [(extractor, reference.features(extractor)) for extractor in extractors[:1]]
-    preparation = scorers.protocol.preparation
+        return [(extractor, reference.features(extractor)) for extractor in scorers.extractors[:1]]
     return [
-        (extractor, reference.features(extractor, preparation, scorers.device))
-        for extractor in extractors
+        (extractor, reference.features(extractor, scorers.protocol.preparation, scorers.device))
+        for extractor in scorers.extractors
     ]
 
 
@@ -354,7 +354,6 @@ def _spread_row(cells: Sequence[tuple[list[Row], list[FeatureSets]]]) -> Row:
     if names:
         sets = []
         for parts in zip(*(sets_of_cell for _, sets_of_cell in cells), strict=True):
-            features = torch.cat([part.pictures for part in parts])
-            sets.append(parts[0]._replace(pictures=features))
+            sets.append(parts[0]._replace(pictures=torch.cat([part.pictures for part in parts])))
         spread |= ar_spread(figures_of(names, sets), np.array(shared).T)
     return spread

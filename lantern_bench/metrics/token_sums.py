@@ -99,9 +99,14 @@ def score_tokens(store: RunStore, device: str, emit: Emit) -> int:
             done += len(sums)
             emit(ProgressEvent("distance from the target", done, images))
     if done < images:
-        text = f"the distance leaves out {images - done} images: their pictures do not hold "
-        text += "the tokens that were decoded"
-        emit(Note(text, "Restore the pictures as the run wrote them.", "warning"))
+        emit(
+            Note(
+                f"the distance leaves out {images - done} images: their pictures do not hold "
+                "the tokens that were decoded",
+                "Restore the pictures as the run wrote them.",
+                "warning",
+            )
+        )
     return done
 
 
@@ -148,9 +153,8 @@ def sums_along(
     positions = torch.arange(forced.tokens.shape[1], device=forced.tokens.device)
     is_drawn = target.forced_tokens(positions) < 0
     uncond = forced.logits.uncond
-    rows = []
-    for image, tokens in enumerate(forced.tokens):
-        row = _sums_of_image(
+    return [
+        _sums_of_image(
             tokens,
             cond=forced.logits.cond[image],
             uncond=None if uncond is None else uncond[image],
@@ -158,8 +162,8 @@ def sums_along(
             is_drawn=is_drawn,
             decoding=decoding,
         )
-        rows.append(row)
-    return rows
+        for image, tokens in enumerate(forced.tokens)
+    ]
 
 
 def _sums_of_image(
@@ -188,8 +192,8 @@ def _sums_of_image(
         now = slice(start, start + step)
         p = decoding_probabilities(logits[now], decoding).double()
         if uncond is not None:
-            information = cond[now].log_softmax(dim=-1) - uncond[now].log_softmax(dim=-1)
-            further["prompt_information"] = information
+            further["prompt_information"] = cond[now].log_softmax(dim=-1)
+            further["prompt_information"] -= uncond[now].log_softmax(dim=-1)
         if q is not None:
             drafted = q[max(0, start - 1) : start + step - 1].double()
             if start == 0:

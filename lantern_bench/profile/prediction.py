@@ -28,7 +28,7 @@ from lantern_bench.profile.cost_model import (
 )
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.run_directory import RunData
-from lantern_bench.storage.schema import CELL_COLUMNS, Row, frame
+from lantern_bench.storage.schema import CELL_NAMES, Row, frame
 from lantern_bench.utils.errors import RefusedError
 
 
@@ -214,8 +214,7 @@ def measured_times(run: RunData) -> pd.DataFrame:
         raise RefusedError(
             "the run has no seconds", "Give one that measured speed, or a --device to predict for."
         )
-    names = [column.name for column in CELL_COLUMNS]
-    rows = timed[[*names, "images", "mean_accepted_length", "latency_s"]].assign(
+    rows = timed[[*CELL_NAMES, "images", "mean_accepted_length", "latency_s"]].assign(
         device=device_in_words(run.manifest), speedup_measured=timed["speedup"]
     )
     return frame("prediction", rows_of(rows))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import count, cycle, product
+from itertools import chain, count, cycle, product
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -42,9 +42,6 @@ _PLACES = 32  # positions of an image are pooled to at most this many points of 
 def curve_tables(run: RunData) -> dict[str, pd.DataFrame]:
     """Return the tables of `tables_of`, and the tables `quality_with_speed` and `lengths`."""
     tables = tables_of(run)
-    lengths: list[Row] = []
-    for cell in run_cells(run):
-        lengths += _length_rows(cell)
     row_tokens = run.records.groupby("model")["tokens"].max().map(_row_tokens)
     acceptance = tables["acceptance"]
     acceptance = acceptance.assign(row_tokens=acceptance["model"].map(row_tokens))
@@ -52,7 +49,7 @@ def curve_tables(run: RunData) -> dict[str, pd.DataFrame]:
         **tables,
         "acceptance": acceptance,
         "quality_with_speed": quality_with_speed(tables),
-        "lengths": frame("lengths", lengths),
+        "lengths": frame("lengths", chain.from_iterable(map(_length_rows, run_cells(run)))),
     }
 
 
@@ -106,8 +103,7 @@ def stack_runs(runs: Mapping[str, Tables], name: str) -> pd.DataFrame:
 
 def _labelled(table: pd.DataFrame) -> pd.DataFrame:
     """A table with the columns `run` and `label` in front."""
-    front = table.assign(label=labels(table))
-    return front[["run", "label", *(column for column in table if column != "run")]]
+    return table.assign(label=labels(table)).set_index(["run", "label"]).reset_index()
 
 
 # ---- Points
@@ -119,7 +115,7 @@ def acceptance_points(runs: Mapping[str, Tables], axis: str = "depth") -> pd.Dat
     Positions of the image are pooled, from `index` to `index_end` around `middle`.
     """
     table = stack_runs(runs, "acceptance")
-    table = table[table["axis"] == axis].reset_index(drop=True)
+    table = table[table["axis"] == axis]
     return _labelled(_pooled(table) if axis == "position" else table)
 
 
@@ -141,11 +137,11 @@ def _pooled(table: pd.DataFrame) -> pd.DataFrame:
 
 def _bound_points(runs: Mapping[str, Tables], parameter: str) -> pd.DataFrame:
     """The mean accepted length of the cells that have `parameter`, by its value."""
-    length = "mean_accepted_length"
     table = stack_runs(runs, "speed")
-    table = table[table["drafting"] != "none"].dropna(subset=[parameter, length])
-    points = table.filter([*FAMILY, "cell_id", "images", *(f"{length}{end}" for end in ENDS)])
-    return _labelled(points.sort_values([parameter, "run"], kind="stable", ignore_index=True))
+    table = table[table["drafting"] != "none"].dropna(subset=[parameter, "mean_accepted_length"])
+    lengths = [f"mean_accepted_length{end}" for end in ENDS]
+    points = table.filter([*FAMILY, "cell_id", "images", *lengths])
+    return _labelled(points.sort_values([parameter, "run"], kind="stable"))
 
 
 def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
@@ -168,7 +164,7 @@ def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
     names = ["run", *(column.name for column in columns("quality")), *speedups]
     names += [f"mean_accepted_length{end}" for end in ENDS]
     has_speed = table[list(SPEEDS)].notna().any(axis=1)
-    return _labelled(table.loc[has_speed, [*names, "speed_run"]].reset_index(drop=True))
+    return _labelled(table.loc[has_speed, [*names, "speed_run"]])
 
 
 def is_dominated(

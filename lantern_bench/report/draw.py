@@ -81,8 +81,9 @@ def draw_curves(
     for flag, value, choices in (("by", by, GROUPINGS), ("width", width, WIDTHS)):
         if value not in choices:
             raise UserError(f"--{flag} {value}: must be one of {', '.join(choices)}")
-    loaded = load_runs(runs, tables_suffice=True)
-    tables: dict[str, Tables] = {name: curve_tables(run) for name, run in loaded.items()}
+    tables: dict[str, Tables] = {
+        name: curve_tables(run) for name, run in load_runs(runs, tables_suffice=True).items()
+    }
     if cells:
         tables = choose_cells(tables, cells)
     styles = run_styles(tables, by)
@@ -170,8 +171,11 @@ def _draw_one_panel(chart: Chart, styles: Styles, width: float) -> Figure:
         axes.axvline(1.0, color="#BBBBBB", linewidth=0.8, linestyle=":", zorder=0)
     _draw_ar_spread(axes, chart)
     if any(map(is_hollow, lines)):
-        title = "pale and hollow: another cell is at least as fast and as good"
-        axes.set_title(title, fontsize="x-small", loc="left")
+        axes.set_title(
+            "pale and hollow: another cell is at least as fast and as good",
+            fontsize="x-small",
+            loc="left",
+        )
     axes.set(xlabel=chart.x_title, ylabel=chart.y_title)
 
     # The legend has as many columns as fit; the axes keep their height.
@@ -218,7 +222,7 @@ def _limit(axes: Axes, chart: Chart) -> None:
     if chart.y == "rate":
         axes.set_ylim(0, 1.02)
     if chart.y == "share":
-        axes.set_ylim(0, None)
+        axes.set_ylim(bottom=0)
     if chart.x_is_count:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -228,8 +232,7 @@ def _draw_ar_spread(axes: Axes, chart: Chart) -> None:
     ends = [f"{chart.y}_ar_spread_low", f"{chart.y}_ar_spread_high"]
     strips = chart.points.reindex(columns=ends).dropna().drop_duplicates()
     for low, high in strips.itertuples(index=False):
-        label = "95% of further sets of AR images"
-        axes.axhspan(low, high, color="#EEEEEE", zorder=0, label=label)
+        axes.axhspan(low, high, color="#EEEEEE", zorder=0, label="95% of further sets of AR images")
 
 
 def _draw_row_ends(axes: Axes, row: int, *, tokens: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from lantern_bench.analysis.quality import OUTSIDE
 from lantern_bench.config.paper import FIGURES
 from lantern_bench.methods.catalog import METRICS, ON_CURVES, PARAMETERS
 from lantern_bench.storage.records import rows_of
-from lantern_bench.storage.schema import CELL_COLUMNS, ENDS, TABLES
+from lantern_bench.storage.schema import CELL_NAMES, ENDS, TABLES
 
 _WRITTEN = msgspec.toml.decode(
     Path(__file__).with_name("figures.toml").read_bytes(), type=dict[str, dict[str, str]]
@@ -42,7 +42,7 @@ _SCORED_BY = {
 }
 # Never shown: the cell's id (in the summary, `parameters`) holds its settings, and the notes hold
 # the lossless cell.
-_HIDDEN = {column.name for column in CELL_COLUMNS} - {"cell_id", "model"}
+_HIDDEN = set(CELL_NAMES) - {"cell_id", "model"}
 _HIDDEN |= {"axis", "lossless_cell", "note"}
 
 # Shown as a note where all rows share the value.
@@ -170,62 +170,58 @@ def _summary_figures(table: pd.DataFrame) -> list[str]:
     return [str(name) for name in measured if METRICS[str(name)].on_screen] or list(METRICS)
 
 
-def _notes(table: pd.DataFrame, name: str | None) -> list[str]:
-    """The notes below a table: shared values, how to read it, and the notes of its rows."""
-    notes: list[str] = []
+def _notes(table: pd.DataFrame, name: str | None) -> Iterator[str]:
+    """Yield the notes below a table: shared values, how to read it, and the notes of its rows."""
     if name is None:
-        return notes
+        return
     for column in map(str, table.filter(_OFTEN_SHARED)):
         values = table[column].unique()
         if len(values) == 1 and pd.notna(values[0]):
-            notes.append(f"{column.replace('_', ' ')}: {values[0]}")
+            yield f"{column.replace('_', ' ')}: {values[0]}"
     if "mean_accepted_length" in table:
-        notes.append("MAL counts the target's own token; accepted drafts are one less.")
+        yield "MAL counts the target's own token; accepted drafts are one less."
     if _has_values(table, "speedup_low"):
-        notes.append(
+        yield (
             "Speed intervals: 95% of repeats on this machine in the same state; others: 95% "
             "confidence."
         )
     if _has_values(table, "lossless_cell"):
         fastest = ", ".join(table["lossless_cell"].dropna().unique())
-        notes.append(
+        yield (
             "Over lossless: over the fastest lossless cell of the run with the same sampling, "
             f"{fastest}."
         )
     if "cell_id" in table:
-        notes += _against_ar(table)
+        yield from _against_ar(table)
     if name == "acceptance":
-        notes.append("Rates by depth of the tree; acceptance.csv also has rates by position.")
+        yield "Rates by depth of the tree; acceptance.csv also has rates by position."
     if "note" in table:
-        notes += _notes_of_rows(table)
-    return notes
+        yield from _notes_of_rows(table)
 
 
 def _has_values(table: pd.DataFrame, column: str) -> bool:
     return column in table and bool(table[column].notna().any())
 
 
-def _notes_of_rows(table: pd.DataFrame) -> list[str]:
-    """The notes of the rows, each once, with the cells that it is about."""
+def _notes_of_rows(table: pd.DataFrame) -> Iterator[str]:
+    """Yield the notes of the rows, each once, with the cells that it is about."""
     notes = table["note"].str.split(NOTE_SEPARATOR, regex=False)
     of_rows = table.assign(note=notes).explode("note")
-    texts = []
     for note, cells in of_rows.groupby("note", sort=False)["cell_id"]:
         about = f"{len(cells)} of {len(table)} rows: "
         if len(cells) == len(table):
             about = ""
         elif len(cells) <= 3:
             about = f"{', '.join(cells.unique())}: "
-        texts.append(f"{about}{note}")
-    return texts
+        yield f"{about}{note}"
 
 
-def _against_ar(table: pd.DataFrame) -> list[str]:
-    """Which figures of which cells lie outside the spread of ar, in words."""
+def _against_ar(table: pd.DataFrame) -> Iterator[str]:
+    """Yield which figures of which cells lie outside the spread of ar, in words."""
     verdicts = table.filter(regex="_verdict$").dropna(how="all", axis=1)
     names = [str(column).removesuffix("_verdict") for column in verdicts]
     if not names:
-        return []
+        return
     cells = []
     for row in rows_of(table):
         outside = [name for name in names if row[f"{name}_verdict"] == OUTSIDE]
@@ -236,12 +232,12 @@ def _against_ar(table: pd.DataFrame) -> list[str]:
         f"{name} {shift:.2g}" for name, shift in zip(names, largest, strict=True) if pd.notna(shift)
     ]
     result = f"outside are {', '.join(cells)}; of all others" if cells else "of all cells"
-    return [
+    yield (
         f"{', '.join(names)} against AR's own spread (same prompts, other seeds): {result} no "
         f"shift is detected at {table['images'].max()} images; 80% power detects "
         f"{', '.join(shifts) or 'an unknown shift'}. Outside is drift, even where the figure "
         "improves; by chance one in 20 figures of a lossless cell is outside."
-    ]
+    )
 
 
 def head_of(column: str) -> str:
@@ -368,8 +364,10 @@ def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
         figure = row["figure"]
         head = head_of(figure)
         ending = " official" if row["residual"] == "official" else ""
-        line[f"{head} published"] = format_figure(figure, row["published"])
-        line[f"{head}{ending}"] = format_figure(figure, row["ours"])
+        line |= {
+            f"{head} published": format_figure(figure, row["published"]),
+            f"{head}{ending}": format_figure(figure, row["ours"]),
+        }
 
     text = pd.DataFrame(list(lines.values()))
     text = text.where(text != "").dropna(axis="columns", how="all").fillna("")

@@ -90,7 +90,7 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
             records[name, str(cell.columns["model"]), cell.cell_id] = cell
     styles = run_styles(tables)
     pictures = _pictures(runs, records, home)
-    cells = _cells(tables, records, styles)
+    cells = list(_cells(tables, records, styles))
     data = {
         "cells": cells,
         "figures": _figures(tables, styles),
@@ -156,28 +156,24 @@ _FIGURES = {
 
 def _cells(
     tables: Mapping[str, Tables], records: Mapping[CellKey, CellRecords], styles: Styles
-) -> list[Plain]:
-    """The cells of the page: what they are, how they look, and their maps."""
+) -> Iterator[Plain]:
+    """Yield the cells of the page: what they are, how they look, and their maps."""
     names = labels(stack_runs(tables, "speed"))
     has_grid = _grid_side(records.values()) is not None
-    cells = []
     for (key, cell), name in zip(records.items(), names, strict=True):
         style = styles[key]
         drafts = cell.columns["drafting"] != "none"
-        cells.append(
-            {
-                "run": key[0],
-                "cell": cell.cell_id,
-                "name": name,
-                "drafts": drafts,
-                "colour": style.colour,
-                "dark": _ON_DARK.get(style.colour, style.colour),
-                "marker": MARKERS[style.marker],
-                "dash": DASHES[style.line],
-                "map": length_map(cell) if has_grid and drafts else None,
-            }
-        )
-    return cells
+        yield {
+            "run": key[0],
+            "cell": cell.cell_id,
+            "name": name,
+            "drafts": drafts,
+            "colour": style.colour,
+            "dark": _ON_DARK.get(style.colour, style.colour),
+            "marker": MARKERS[style.marker],
+            "dash": DASHES[style.line],
+            "map": length_map(cell) if has_grid and drafts else None,
+        }
 
 
 def _figures(tables: Mapping[str, Tables], styles: Styles) -> dict[str, list[Plain]]:
@@ -242,8 +238,7 @@ def _trace(chart: Chart, points: pd.DataFrame, styles: Styles) -> Plain:
         "line": {"dash": DASHES[looks[-1].line], "width": 1.5},
     }
     if not chart.joined:
-        trace["text"] = names[0]
-        trace["textfont"] = {"size": 11}
+        trace |= {"text": names[0], "textfont": {"size": 11}}
     if "index_end" in points:
         return trace  # whiskers of many curves along an image would hide them
     for axis, column in (("x", chart.x), ("y", chart.y)):
@@ -432,6 +427,8 @@ def _run_facts(name: str, run: RunData, tables: Tables) -> Plain:
     }
     if paper is not None:
         table = frame("reproduction", reproduction_rows(tables, paper))
-        facts["published"] = side_by_side(table.dropna(subset="published"))
-        facts["notes"] = [*sources(table), *comparability(tables, paper, run.manifest)]
+        facts |= {
+            "published": side_by_side(table.dropna(subset="published")),
+            "notes": [*sources(table), *comparability(tables, paper, run.manifest)],
+        }
     return facts

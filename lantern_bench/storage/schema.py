@@ -159,6 +159,7 @@ def _read(entries: Iterable[str | Sequence[str]], metric: str = "") -> Iterator[
 
 
 CELL_COLUMNS: tuple[Column, ...] = tuple(_read(["cell"]))
+CELL_NAMES = [column.name for column in CELL_COLUMNS]
 
 TABLES: dict[str, tuple[Column, ...]] = {
     name: tuple(_read(entries)) for name, entries in _DECLARED["tables"].items()

@@ -247,21 +247,19 @@ class DrafterJob:
     def settings(self, model: LoadedModel) -> TrainSettings:
         """Return the settings of the training loop for the loaded target."""
         recipe = self.recipe
-        depends_on = {
-            "target weights": model.weights.get("target", ""),
-            "data": self.data.sha256()[:16],
-            "init": self.init_name,
-            **recipe.model_dump(mode="json"),
-        }
         settings = self.flags.model_dump(include={"minutes", "seed", "resume"})
         if self.flags.minutes is None:
             settings["steps"] = recipe.total_steps(self.sequences)
         if recipe.warmup is None:
-            steps = recipe.steps_per_epoch(self.sequences)
-            settings["warmup"] = round(recipe.warmup_share * steps)
+            settings["warmup"] = round(recipe.warmup_share * recipe.steps_per_epoch(self.sequences))
         return recipe.train_settings(
             checkpoint=self.work / "drafter.ckpt",
-            depends_on=depends_on,
+            depends_on={
+                "target weights": model.weights.get("target", ""),
+                "data": self.data.sha256()[:16],
+                "init": self.init_name,
+                **recipe.model_dump(mode="json"),
+            },
             **settings,
         )
 
@@ -293,8 +291,9 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
 
     prompts: list[str] = []
     if flags.eval_prompts is not None:
-        evaluated = load_prompts(flags.eval_prompts, model, "--eval-prompts")
-        prompts = [prompt.text for prompt in evaluated]
+        prompts = [
+            prompt.text for prompt in load_prompts(flags.eval_prompts, model, "--eval-prompts")
+        ]
     out = flags.out or drafters / Path(model.name).stem
     return DrafterJob(
         flags=flags,

@@ -149,8 +149,7 @@ def unroll(
     for level in range(levels):
         masks = [causal.masked_fill(distance < level, -torch.inf)]
         for lag in reversed(range(level)):
-            guess = torch.zeros_like(causal).masked_fill(distance != lag, -torch.inf)
-            masks.append(guess)
+            masks.append(torch.zeros_like(causal).masked_fill(distance != lag, -torch.inf))
         predicted = drafter(
             tokens,
             inputs,
@@ -311,10 +310,10 @@ class DrafterTask(Task):
 
     def _noisy(self, hidden: Tensor, seeds: list[int]) -> Tensor:
         """Add uniform noise to features; a row with and without condition gets the same noise."""
-        draws = []
-        for seed in seeds:
-            generator = torch.Generator().manual_seed(seed)
-            draws.append(torch.rand(hidden.shape[1:], generator=generator))
+        draws = [
+            torch.rand(hidden.shape[1:], generator=torch.Generator().manual_seed(seed))
+            for seed in seeds
+        ]
         noise = torch.stack(draws * (len(hidden) // len(seeds))).to(hidden)
         width = self.recipe.noise * (512 / hidden.shape[1])
         return hidden + (2 * noise - 1) * width

@@ -239,9 +239,10 @@ def recipe_of(flags: DrafterFlags) -> DrafterRecipe:
     values: dict[str, Any] = {}
     places = {"base": "--recipe"}  # where a setting is written, for messages
     if base.lower().endswith((".yaml", ".yml")):
-        advice = f"The settings are {', '.join(DrafterRecipe.model_fields)}."
         try:
-            file = read_source(Path(base), advice)
+            file = read_source(
+                Path(base), f"The settings are {', '.join(DrafterRecipe.model_fields)}."
+            )
         except UserError as error:
             raise UserError(f"--recipe {error.message}", error.advice) from error
         values = {str(key): value for key, value in file.data.items()}

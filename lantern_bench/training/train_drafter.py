@@ -167,8 +167,7 @@ def train_drafter(
     images = job.flags.final_images
     evaluated = [evaluation.measure("trained", written, images, emit=emit)]
     if isinstance(model.drafter, EagleDrafter):
-        own = evaluation.measure("the model's own", model.drafter, images, emit=emit)
-        evaluated.append(own)
+        evaluated.append(evaluation.measure("the model's own", model.drafter, images, emit=emit))
     _write_report(job, report, evaluated)
     return report, evaluated
 
@@ -222,13 +221,11 @@ class _Evaluation:
         }
         figures = {"step": str(event.step), "loss": event.loss, **event.figures}
         if every and event.step // every != last["step"] // every:
-            target = transformer_of(self.model)
-            drafter = drafter_like(self.task.drafter, target.dtype).eval()
+            drafter = drafter_like(self.task.drafter, transformer_of(self.model).dtype).eval()
             measured = self.measure(
                 "in training", drafter, job.flags.eval_images, emit=ignore_events
             )
-            row["one_minus_tv"] = measured.one_minus_tv
-            row["mal_images"] = job.flags.eval_images
+            row |= {"one_minus_tv": measured.one_minus_tv, "mal_images": job.flags.eval_images}
             if measured.accepted is not None:
                 row["mal"] = figures["mal"] = measured.accepted.value
         self.rows.append(row)
@@ -280,13 +277,14 @@ def read_log(path: Path) -> list[dict[Any, Any]]:
 
 
 def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Evaluated]) -> None:
-    drafters = {}
-    for name, one_minus_tv, accepted in evaluated:
-        drafters[name] = {
+    drafters = {
+        name: {
             "one_minus_tv": one_minus_tv,
             "mal": None if accepted is None else accepted.value,
             "images": job.flags.final_images,
         }
+        for name, one_minus_tv, accepted in evaluated
+    }
     content = {
         "target": Path(job.flags.target).name,
         "init": job.init_name,

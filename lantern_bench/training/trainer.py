@@ -287,13 +287,15 @@ class _Run:
         if path is None or not self.processes.first:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {
-            "report": vars(self.report),
-            "module": self.task.module.state_dict(),
-            "task": self.task.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
-            "generator": self.generator.get_state(),
-        }
         incomplete = path.with_suffix(".part")
-        torch.save(content, incomplete)
+        torch.save(
+            {
+                "report": vars(self.report),
+                "module": self.task.module.state_dict(),
+                "task": self.task.state_dict(),
+                "optimiser": self.optimiser.state_dict(),
+                "generator": self.generator.get_state(),
+            },
+            incomplete,
+        )
         os.replace(incomplete, path)

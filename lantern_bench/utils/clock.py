@@ -66,10 +66,10 @@ class Usage(NamedTuple):
 
     def since(self, before: Usage) -> Usage:
         """Return the change from `before`."""
-        changes = []
-        for now, then in zip(self, before, strict=True):
-            changes.append(None if now is None or then is None else now - then)
-        return Usage._make(changes)
+        return Usage._make(
+            None if now is None or then is None else now - then
+            for now, then in zip(self, before, strict=True)
+        )
 
     def lost_seconds(self, seconds: float, threads: int) -> float:
         """Return the seconds by which a window may be too long because its threads lacked a core.
@@ -92,12 +92,11 @@ def usage() -> Usage:
     if len(cores) > max(mine):
         cores = [cores[core] for core in mine]
     idle = sum(core.idle + getattr(core, "iowait", 0.0) for core in cores)
-    has_steal = hasattr(cores[0], "steal")
     return Usage(
         cpu_seconds=time.process_time(),
         waited_seconds=_waited_seconds(),
         involuntary_switches=resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw,
-        steal_seconds=sum(core.steal for core in cores) if has_steal else None,
+        steal_seconds=sum(core.steal for core in cores) if hasattr(cores[0], "steal") else None,
         busy_seconds=sum(map(sum, cores)) - idle,
     )
 
