@@ -73,14 +73,18 @@ def quality_rows(
         scores: The scores of the run by protocol.
         of_tokens: Figures of the cell's tokens, which every row gets.
     """
-    common: Row = {**cell.columns, "failed": cell.failed}
-    # the mean of an accepted draft
-    common["neighbour_mass"] = cell.ratio(["neighbour_mass", "accepted"])
+    common: Row = {
+        **cell.columns,
+        "failed": cell.failed,
+        # the mean of an accepted draft
+        "neighbour_mass": cell.ratio(["neighbour_mass", "accepted"]),
+    }
     base = baseline_of(cell, cells)
     rows = []
     for protocol, of_protocol in scores.items():
-        keys = cell.images["record_key"]
-        images = [of_protocol.image[key] for key in keys if key in of_protocol.image]
+        images = [
+            of_protocol.image[key] for key in cell.images["record_key"] if key in of_protocol.image
+        ]
         if not images and cell.cell_id not in of_protocol.cell:
             continue
         row = common | {"protocol": protocol} | _scored(cell, of_protocol, images)

@@ -238,8 +238,7 @@ def _exchange_test(sets: Array) -> float:
         numbers = np.arange(count**size)[:, None]
         firsts = numbers // count ** np.arange(size) % count
     else:
-        rng = np.random.default_rng(_SEED)
-        drawn = rng.integers(0, count, (_RANDOM_EXCHANGES, size))
+        drawn = np.random.default_rng(_SEED).integers(0, count, (_RANDOM_EXCHANGES, size))
         firsts = np.vstack([np.zeros_like(drawn[:1]), drawn])
 
     # Sums of the first set and of the others under each exchange, [exchanges, 2].

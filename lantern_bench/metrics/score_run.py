@@ -181,8 +181,9 @@ def score_cells(
     if not pending:
         return 0
 
-    protocols = store.manifest.get("protocols", {}) | {protocol.name: asdict(protocol)}
-    store.update_manifest(protocols=protocols)
+    store.update_manifest(
+        protocols={**store.manifest.get("protocols", {}), protocol.name: asdict(protocol)}
+    )
     chosen = {cell_id: cells[cell_id] for cell_id in dict.fromkeys(pending)}
     rows = score_pictures(chosen, store.folder, scorers, emit=emit, infinity=infinity)
     return len([store.append_score(row) for row in rows])

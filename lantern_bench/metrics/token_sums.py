@@ -55,10 +55,10 @@ def score_tokens(store: RunStore, device: str, emit: Emit) -> int:
     Returns:
         The number of images scored.
     """
-    scores = read_scores(store.folder)
-    scored = {row["record_key"] for row in scores if row["level"] == "tokens"}
-    records = read_records(store.folder)
-    cells = finished_by_cell(row for row in records if row["record_key"] not in scored)
+    scored = {row["record_key"] for row in read_scores(store.folder) if row["level"] == "tokens"}
+    cells = finished_by_cell(
+        row for row in read_records(store.folder) if row["record_key"] not in scored
+    )
     if not cells:
         return 0
 
@@ -94,8 +94,14 @@ def score_tokens(store: RunStore, device: str, emit: Emit) -> int:
                 decoding=decodings[cell_id],
             )
             for record, row in zip(kept[some], sums, strict=True):
-                key = {"cell_id": cell_id, "record_key": record["record_key"]}
-                store.append_score({"level": "tokens", **key, **row})
+                store.append_score(
+                    {
+                        "level": "tokens",
+                        "cell_id": cell_id,
+                        "record_key": record["record_key"],
+                        **row,
+                    }
+                )
             done += len(sums)
             emit(ProgressEvent("distance from the target", done, images))
     if done < images:

@@ -288,16 +288,18 @@ def _pictures(
         small = thumbnail(file)
         # Equal pictures are stored once.
         number = None if small is None else thumbnails.setdefault(small, len(thumbnails))
-        picture = {
-            "cell": row["cell"],
-            "prompt": prompts.index(row["prompt"]),
-            "repeat": row["repeat"],
-            "thumb": number,
-            "file": os.path.relpath(file, home) if has_link else None,
-            "seconds": row["seconds"],
-            "steps": row["committed_per_step"] or (),
-        }
-        pictures.append(picture | scores[name][row["record_key"]])
+        pictures.append(
+            {
+                "cell": row["cell"],
+                "prompt": prompts.index(row["prompt"]),
+                "repeat": row["repeat"],
+                "thumb": number,
+                "file": os.path.relpath(file, home) if has_link else None,
+                "seconds": row["seconds"],
+                "steps": row["committed_per_step"] or (),
+                **scores[name][row["record_key"]],
+            }
+        )
     return {
         "prompts": prompts,
         "pictures": pictures,

@@ -83,8 +83,12 @@ def read_captioned(folder: Path, captions: Path | None, model: PromptedModel) ->
             "Give a folder of pictures, each with its caption in a .txt beside it; "
             "or a file of captions alone.",
         )
-    texts = ((picture.location, picture.caption) for picture in pictures)
-    check_texts(texts, model, flag=flag, noun="captions")
+    check_texts(
+        ((picture.location, picture.caption) for picture in pictures),
+        model,
+        flag=flag,
+        noun="captions",
+    )
     return pictures
 
 

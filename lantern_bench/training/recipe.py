@@ -267,5 +267,8 @@ def recipe_of(flags: DrafterFlags) -> DrafterRecipe:
     single = flags.model_dump(include=set(DrafterRecipe.model_fields), exclude_none=True)
     for key in single:
         places[key] = flag_of(key)
-    settings = RECIPES[base].model_dump() | values | single
-    return checked(DrafterRecipe, settings, lambda key: places.get(key, key))
+    return checked(
+        DrafterRecipe,
+        RECIPES[base].model_dump() | values | single,
+        lambda key: places.get(key, key),
+    )
