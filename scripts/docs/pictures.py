@@ -92,12 +92,15 @@ def joined(speed: Tables, quality: Tables, figure: str) -> Tables:
     scorer = METRICS[figure].scored_by
     names = [
         name
-        for name in map(str, quality["cells"])
+        for name in map(str, quality["quality_with_speed"])
         if name == scorer or f"{name}_".startswith(f"{figure}_")
     ]
-    figures = quality["cells"].drop_duplicates("cell_id").set_index("cell_id")[names]
-    cells = speed["cells"].drop(columns=names).join(figures, on="cell_id")
-    return {**speed, "cells": cells[[str(name) for name in speed["cells"]]]}
+    figures = quality["quality_with_speed"].drop_duplicates("cell_id").set_index("cell_id")[names]
+    cells = speed["quality_with_speed"].drop(columns=names).join(figures, on="cell_id")
+    return {
+        **speed,
+        "quality_with_speed": cells[[str(name) for name in speed["quality_with_speed"]]],
+    }
 
 
 def pictures_of(page: Path) -> tuple[list[str], list[str], dict[tuple[int, int], Image.Image]]:

@@ -130,7 +130,7 @@ def test_page_has_a_chart_of_every_figure(page):
 def test_speed_against_distance_comes_first(page_run):
     (data,) = load_runs([page_run]).values()
     tables = curve_tables(data)
-    tables["cells"] = tables["cells"].assign(
+    tables["quality_with_speed"] = tables["quality_with_speed"].assign(
         distance=[0.0, 0.01, 0.2], distance_low=-0.01, distance_high=0.3
     )
     names = [
