@@ -172,6 +172,9 @@ class Data:
     captions: Sequence[str]
     # Files, and whether the mirror image is meant.
     pictures: Sequence[tuple[Path, bool]] | None = None
+    # Captions, or pictures in the folder, and how many of them are used.
+    found: int = 0
+    used: int = 0
 
     def sha256(self) -> str:
         """Return a hash of captions and of the pictures' names and sizes.
@@ -198,7 +201,12 @@ def _read_data(flags: DrafterFlags, model: Model) -> Data:
         if flags.mirror:
             captions += captions
             pictures += [(item.path, True) for item in items]
-        data = Data(captions, pictures)
+        data = Data(
+            captions,
+            pictures,
+            found=len(pictures_below(Path(source))),
+            used=len({item.path for item in items}),
+        )
     elif flags.captions is not None or flags.mirror:
         flag = "--mirror" if flags.captions is None else "--captions"
         raise UserError(
@@ -207,7 +215,11 @@ def _read_data(flags: DrafterFlags, model: Model) -> Data:
     else:
         prompts = load_prompts(source, model, "--data")
         count = flags.images or len(prompts)
-        data = Data([prompts[number % len(prompts)].text for number in range(count)])
+        data = Data(
+            [prompts[number % len(prompts)].text for number in range(count)],
+            found=len(prompts),
+            used=min(count, len(prompts)),
+        )
     if len(data.captions) < 2:
         raise UserError(
             f"--data {source}: one picture is too few", "Give at least two; some are held out."
@@ -327,7 +339,9 @@ def plan_rows(job: DrafterJob) -> list[tuple[str, str]]:
     epochs = f"{steps / recipe.steps_per_epoch(job.sequences):.3g}"
     if flags.minutes is not None:
         count = epochs = f"as many as {flags.minutes:g} minutes allow"
+    noun = "captions" if job.data.pictures is None else "pictures"
     return [
+        (f"{noun} from {flags.data}", f"{job.data.found:,}, {job.data.used:,} of them used"),
         (f"pictures {source}", f"{total:,}{mirror}"),
         ("tokens", f"{total * image_tokens:,} ({image_tokens:,} a picture)"),
         ("held out", f"{job.held_out:,} of {total:,}"),
