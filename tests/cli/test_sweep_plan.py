@@ -54,6 +54,28 @@ def test_the_default_plan(capsys, here):
     assert list(here.iterdir()) == []
 
 
+def test_the_plan_says_how_many_prompts_are_used(capsys):
+    other = "one round red lantern over a lake at dusk"
+    write(f"{CAPTION}\n{other}\n{CAPTION}\n{other} in a storm\n", "my.txt")
+    arguments = ["sweep", "--prompts", "my.txt", "--modes", "ar", "--dry-run"]
+    said = {
+        "2": "4 prompts from my.txt, 2 of them used; 1 texts occur more than once",
+        "9": "4 prompts from my.txt, 4 of them used; 1 texts occur more than once",
+    }
+    for images, text in said.items():
+        assert cli.main([*arguments, "--images", images]) == 0
+        assert text in capsys.readouterr().err
+    assert cli.main([*arguments, "--images", "4", "--shard", "1/2"]) == 0
+    assert "4 prompts from my.txt, 2 of them used" in capsys.readouterr().err
+
+
+def test_a_decimal_comma_is_said_to_be_a_list(capsys):
+    for flag in (["--temperature", "0,7"], ["--set", "temperature=0,7"]):
+        assert cli.main(["sweep", "--modes", "ar", *flag, "--dry-run"]) == 0
+        said = "0,7: read as two values, 0 and 7. A decimal number is written 0.7."
+        assert said.removeprefix("0,7") in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("typed", "cells"),
     [

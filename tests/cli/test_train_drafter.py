@@ -240,6 +240,7 @@ def test_dry_run_shows_the_plan_and_makes_nothing(
     written = capsys.readouterr()
     assert sorted(Path().rglob("*")) == before
     rows = dict(line.split(",", 1) for line in written.out.replace('"', "").splitlines())
+    assert rows["pictures from pictures"] == "40, 40 of them used"
     assert rows["pictures encoded"] == "80 with mirror images"
     assert rows["held out"] == "4 of 80"
     assert rows["tokens"] == "1,280 (16 a picture)"
