@@ -56,7 +56,7 @@ def test_the_default_plan(capsys, here):
 
 def test_the_plan_says_how_many_prompts_are_used(capsys):
     other = "one round red lantern over a lake at dusk"
-    write(f"{CAPTION}\n{other}\n{CAPTION}\n{other} in a storm\n", "my.txt")
+    write(f"{CAPTION}\n{other}\n{CAPTION}\none blue lantern\n", "my.txt")
     arguments = ["sweep", "--prompts", "my.txt", "--modes", "ar", "--dry-run"]
     said = {
         "2": "4 prompts from my.txt, 2 of them used; 1 texts occur more than once",
