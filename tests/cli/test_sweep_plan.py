@@ -236,7 +236,7 @@ def test_plan_counts_finished_images_and_estimates_time(capsys, here):
             ["error: --prompts captions.txt line 2:", "'pink'", "orange"],
         ),
         (["--set", "delta"], ["--set delta: must have the form key=value"]),
-        (["--set", "detla=0.1"], ["--set detla: unknown key; did you mean delta?"]),
+        (["--set", "detla=0.1"], ["--set detla=0.1: unknown key; did you mean delta?"]),
         (["--shard", "3/2"], ["--shard 3/2: must be i/n"]),
         (["--format", "yaml"], ["--format yaml: unknown", "One of table, csv"]),
         (["--modes", "ar", "--delta", "0.1"], ["--delta 0.1: reaches no cell"]),
