@@ -342,6 +342,12 @@ class CheckpointModel(Model):
         """Raise `UserError` if layout or number of layers differ from the stated ones."""
         from lantern_bench.models.checkpoints.checkpoint import what_is
 
+        if self.config.get("quantization_config"):
+            raise self.error_at(
+                "quantization_config",
+                "quantised weights are not supported",
+                "Give the checkpoint in float32, bfloat16 or float16.",
+            )
         layout = layout_of(checkpoint)
         if self.file is not None and self.file.target.layout not in (None, layout):
             raise UserError(

@@ -143,7 +143,7 @@ def with_one_rope_base(stated: Mapping[str, Any]) -> tuple[dict[str, Any], list[
     remarks: list[str] = []
     for key, value in stated.items():
         config[key] = value
-        if key.endswith("_config") and isinstance(value, Mapping):
+        if str(key).endswith("_config") and isinstance(value, Mapping):
             config[key], inner = with_one_rope_base(value)
             remarks += [f"{key}.{remark}" for remark in inner]
     for key in ("rope_parameters", "rope_scaling"):
@@ -168,8 +168,9 @@ def _check_unread(
 ) -> None:
     """Raise for a key that changes the network and is not read."""
     for key, value in config.items():
-        may_change = changes.search(key) is not None and _HARMLESS.search(key) is None
-        if may_change and key not in read and not _is_neutral(key, value, config):
+        name = str(key)
+        may_change = changes.search(name) is not None and _HARMLESS.search(name) is None
+        if may_change and name not in read and not _is_neutral(name, value, config):
             raise error_at(
                 f"{section}{key}",
                 f"is {str(value)[:60]}, which this package's transformer does not have",

@@ -129,6 +129,12 @@ def test_keys_that_change_the_network_are_read_or_refused(
     assert message in caught.value.message
 
 
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "emu3", quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UserError, match="quantization_config: quantised weights are not supported"):
+        load(path)
+
+
 def test_keys_without_effect_are_allowed(tmp_path: Path) -> None:
     neutral = {
         "partial_rotary_factor": 1.0,
@@ -190,7 +196,7 @@ def test_emu3_in_its_authors_layout_is_named(tmp_path: Path) -> None:
             if name.startswith("text_model.")
         }
 
-    with pytest.raises(UserError, match="it is a Llama language model") as caught:
+    with pytest.raises(UserError, match="it is a Llama language model, as Emu3-Gen in") as caught:
         load(write(tmp_path, "emu3", authors))
     assert "BAAI/Emu3-Gen-hf" in str(caught.value.advice)
 
