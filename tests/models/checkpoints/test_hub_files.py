@@ -358,3 +358,21 @@ def test_a_file_of_the_same_size_and_time_is_hashed_again(
         patch.setattr(Path, "stat", lambda _self, **_how: state)
         found = files_module.remembered_sha256(path)
     assert found == hashlib.sha256(content).hexdigest()
+
+
+def test_files_of_the_hub_are_known_by_their_hashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv(hub.WEIGHTS_VARIABLE, str(tmp_path / "weights"))
+    snapshot = tmp_path / "models--peizesun--llamagen_t2i" / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    (snapshot / "t2i_XL_stage2_512.pt").symlink_to("../../blobs/abc")
+    notes = tmp_path / "weights" / "jadohu" / "llamagen_drafter" / ".cache/huggingface/download"
+    notes.mkdir(parents=True)
+    (notes / "pytorch_model.bin.metadata").write_text("commit\ndef\n1.0\n")
+    hub._published_files.cache_clear()
+    assert hub.published_file("abc") == "peizesun/llamagen_t2i/t2i_XL_stage2_512.pt"
+    assert hub.published_file("def") == "jadohu/llamagen_drafter/pytorch_model.bin"
+    assert hub.published_file("0") is None
+    hub._published_files.cache_clear()
