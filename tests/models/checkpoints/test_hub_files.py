@@ -365,14 +365,15 @@ def test_files_of_the_hub_are_known_by_their_hashes(
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv(hub.WEIGHTS_VARIABLE, str(tmp_path / "weights"))
-    snapshot = tmp_path / "models--peizesun--llamagen_t2i" / "snapshots" / "0"
+    repo = next(iter(hub.PARTS.values()))["target"][0].repo
+    snapshot = tmp_path / f"models--{repo.replace('/', '--')}" / "snapshots" / "0"
     snapshot.mkdir(parents=True)
     (snapshot / "t2i_XL_stage2_512.pt").symlink_to("../../blobs/abc")
-    notes = tmp_path / "weights" / "jadohu" / "llamagen_drafter" / ".cache/huggingface/download"
+    notes = tmp_path / "weights" / repo / ".cache/huggingface/download"
     notes.mkdir(parents=True)
     (notes / "pytorch_model.bin.metadata").write_text("commit\ndef\n1.0\n")
     hub._published_files.cache_clear()
-    assert hub.published_file("abc") == "peizesun/llamagen_t2i/t2i_XL_stage2_512.pt"
-    assert hub.published_file("def") == "jadohu/llamagen_drafter/pytorch_model.bin"
+    assert hub.published_file("abc") == f"{repo}/t2i_XL_stage2_512.pt"
+    assert hub.published_file("def") == f"{repo}/pytorch_model.bin"
     assert hub.published_file("0") is None
     hub._published_files.cache_clear()
