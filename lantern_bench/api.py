@@ -196,7 +196,8 @@ def load_run(path: str | Path) -> Run:
         UserError: There is no such run, or a file of it is damaged.
         RefusedError: The run has neither records nor tables.
     """
-    (data,) = load_runs([find_run(path)], tables_suffice=True).values()
+    runs = load_runs([find_run(path)], tables_suffice=True, empty_shards=True)
+    (data,) = runs.values()
     return Run(data)
 
 

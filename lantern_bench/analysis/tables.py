@@ -274,5 +274,5 @@ def stale_tables(run: Path) -> list[str]:
 
 
 def _build_tables(run: Path) -> dict[str, pd.DataFrame]:
-    (data,) = load_runs([run], COLUMNS_READ).values()
+    (data,) = load_runs([run], COLUMNS_READ, empty_shards=True).values()
     return tables_of(data)

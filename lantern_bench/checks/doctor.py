@@ -20,9 +20,11 @@ import psutil
 
 from lantern_bench.models.checkpoints.hub import PARTS, local_path
 from lantern_bench.storage.run_directory import results_root
-from lantern_bench.utils.clock import now, usable_cores, usage
-from lantern_bench.utils.errors import LanternError
-from lantern_bench.utils.files import cache_folder
+from lantern_bench.utils.causes import cause_in_machine
+from lantern_bench.utils.clock import now, usage
+from lantern_bench.utils.cores import cpu_quota, usable_cores
+from lantern_bench.utils.errors import LanternError, RefusedError
+from lantern_bench.utils.files import cache_folder, cache_problems
 from lantern_bench.utils.text import one_line
 
 if TYPE_CHECKING:
@@ -107,7 +109,10 @@ def _guarded(check: str, findings: Callable[[], Iterable[Finding]]) -> Iterator[
     except LanternError as error:
         yield Finding(check, "fail", error.message, fix=error.advice or "")
     except Exception as error:  # a broken installation raises errors of all kinds
-        yield Finding(check, "fail", one_line(error), fix="Not expected: report it with this list.")
+        cause = cause_in_machine(error)
+        result = cause.message if cause else one_line(error)
+        fix = (cause and cause.advice) or "Not expected: report it with this list."
+        yield Finding(check, "fail", result, fix=fix)
 
 
 def _warned(check: str, result: str, *, fix: str, is_fine: bool) -> Finding:
@@ -147,6 +152,9 @@ def _load() -> Iterator[Finding]:
     result = f"{others:.0%} of {cores} cores busy with other programs"
     if spent.steal_seconds:
         result += f", {spent.steal_seconds / core_seconds:.0%} taken by the hypervisor"
+    quota = cpu_quota()
+    if quota is not None:
+        result += f", CPU quota of this container {quota:.3g} of {cores} cores"
     yield _warned(
         "load",
         result,
@@ -171,14 +179,19 @@ def _memory() -> Iterator[Finding]:
 def _disk() -> Iterator[Finding]:
     for name, folder, variable in (
         ("runs", results_root(), "LANTERN_BENCH_RESULTS, or --out"),
-        ("cache", cache_folder(), "XDG_CACHE_HOME"),
+        ("cache", cache_folder(), "LANTERN_BENCH_CACHE"),
         ("temp files", Path(tempfile.gettempdir()), "TMPDIR"),
     ):
         check = f"disk for {name}"
         absolute = folder.absolute()
         existing = next(path for path in (absolute, *absolute.parents) if path.is_dir())
         free = shutil.disk_usage(existing).free
-        shown = str(absolute).replace(str(Path.home()), "~", 1)
+        home = os.path.expanduser("~")  # without a home folder it stays "~"
+        shown = str(absolute).replace(home, "~", 1)
+        if name == "cache" and cache_problems:
+            result = f"{cache_problems[-1]}; {shown} is used until the command ends"
+            yield Finding(check, "warning", result, fix=f"Choose another: {variable}.")
+            continue
         try:
             tempfile.TemporaryFile(dir=existing).close()
         except OSError as error:
@@ -203,7 +216,12 @@ def _weights() -> Iterator[Finding]:
     complete = []
     incomplete = []
     for model, parts in PARTS.items():
-        missing = [name for name, part in parts.items() if not local_path(part)]
+        try:
+            missing = [name for name, part in parts.items() if not local_path(part)]
+        except RefusedError as error:
+            message = f"{model} is unreadable: {error.message}"
+            incomplete.append(Finding("weights", "warning", message, fix=error.advice or ""))
+            continue
         if not missing:
             complete.append(model)
         elif len(missing) < len(parts):

@@ -5,12 +5,13 @@ Commands import heavy packages when they run, so that `--help` is fast.
 
 from __future__ import annotations
 
-import errno
 import functools
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,12 +25,14 @@ from lantern_bench.cli.models import models, weights
 from lantern_bench.cli.options import Command, command_group, complete_names
 from lantern_bench.cli.profile import predict, profile
 from lantern_bench.cli.results import compare, curves, recommend, report, score, show
+from lantern_bench.cli.streams import ReaderGoneError, checked_streams, open_closed_streams
 from lantern_bench.cli.sweep import REPRODUCE_HELP, experiments, merge, sweep
 from lantern_bench.cli.train import train
 from lantern_bench.devices.environment import prepare_environment
 from lantern_bench.sweeps.request import DEFAULT_CLUSTER
 from lantern_bench.utils import signals
-from lantern_bench.utils.errors import LanternError, UserError
+from lantern_bench.utils.causes import explained
+from lantern_bench.utils.errors import RefusedError
 
 _EPILOG = (
     "Exit codes: 0 success; 1 internal error; 2 usage error; "
@@ -95,7 +98,14 @@ def _flags(
     ] = False,
 ) -> None:
     """Benchmark speculative decoding of image generators: speed and quality in one run."""
-    ctx.obj = Console(quiet=quiet, verbose=verbose)
+    Path.cwd()  # without a working folder, libraries end the process
+    console = Console(quiet=quiet, verbose=verbose)
+    ctx.obj = console
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        prepare_environment()
+    for warning in noted:
+        console.warn(str(warning.message))
 
 
 @functools.cache
@@ -124,6 +134,7 @@ def run() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code; never raises."""
+    open_closed_streams()
     try:
         with signals.signals_noted():
             code = _run(arguments)
@@ -133,34 +144,36 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    prepare_environment()
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     flags = [word for word in arguments[:end] if word in _GLOBAL]
     words = _with_cluster([word for word in arguments[:end] if word not in _GLOBAL])
     try:
-        program = _program(all_flags="--help-all" in words)
-        words = ["--help" if word == "--help-all" else word for word in words]
-        program(args=[*flags, *words, *arguments[end:]], prog_name="lantern-bench")
-    except SystemExit as exit_:
-        return exit_.code if isinstance(exit_.code, int) else int(bool(exit_.code))
+        with checked_streams():
+            try:
+                return _command(words, [*flags, *words, *arguments[end:]])
+            except Exception as error:
+                if "--debug" in flags:
+                    traceback.print_exc()
+                shown = explained(error)
+                shown.message = _as_typed(shown.message, words)
+                Console().error(shown)
+                return shown.exit_code
     except KeyboardInterrupt:
         return 130
-    except Exception as error:
-        if "--debug" in flags:
-            traceback.print_exc()
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            error = UserError(
-                f"{str(error.filename)[:60]}...: the name is too long for the file system",
-                "Give a shorter path.",
-            )
-        elif not isinstance(error, LanternError):
-            error = LanternError(
-                f"internal: {type(error).__name__}: {error}",
-                "This is a bug in lantern-bench; --debug shows where it happened.",
-            )
-        error.message = _as_typed(error.message, words)
-        Console().error(error)
+    except (ReaderGoneError, RefusedError) as error:  # standard error cannot be written
         return error.exit_code
+
+
+def _command(words: Sequence[str], arguments: Sequence[str]) -> int:
+    """Parse and run a command."""
+    program = _program(all_flags="--help-all" in words)
+    typed = ["--help" if word == "--help-all" else word for word in arguments]
+    try:
+        program(args=typed, prog_name="lantern-bench")
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else int(bool(exit_.code))
+    finally:
+        sys.stdout.flush()
     return 0
 
 

@@ -16,7 +16,7 @@ from lantern_bench.models.model import Model
 from lantern_bench.models.model_file import is_model_file
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.registry import models as all_models
-from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.errors import RefusedError, UserError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,8 +35,14 @@ def models(
     import pandas as pd
 
     if model is None:
-        frame = pd.DataFrame(map(_row, all_models().values()))
-        console.table(frame.astype({"tokens": "Int64"}))
+        rows = []
+        for listed in all_models().values():
+            try:
+                rows.append(_row(listed))
+            except RefusedError as error:
+                rows.append({"model": listed.name, "about": f"unreadable: {error.message}"})
+                console.warn(f"{listed.name} is unreadable: {error.message}", error.advice)
+        console.table(pd.DataFrame(rows).astype({"tokens": "Int64"}))
         console.say(
             "`lantern-bench models NAME` shows one model; --model also takes your own YAML file."
         )

@@ -18,7 +18,7 @@ from lantern_bench.cli.options import (
 )
 from lantern_bench.config.settings import Overrides
 from lantern_bench.storage import run_directory
-from lantern_bench.sweeps.decoded_image import QUIET_ADVICE
+from lantern_bench.sweeps.decoded_image import quiet_advice
 from lantern_bench.sweeps.request import WORKER_TIMEOUT, plan_table, prepare
 from lantern_bench.sweeps.run import check_failed, run
 from lantern_bench.utils.errors import UserError
@@ -112,7 +112,7 @@ def sweep(
     if "speed" in request.experiment.settings.metrics:
         disturbance = run_directory.disturbance(run_directory.finished_records(request.folder))
         if disturbance:
-            console.warn(f"{disturbance}. {QUIET_ADVICE}")
+            console.warn(f"{disturbance}. {quiet_advice()}")
     show = _show_reproduction if published else _show_summary
     show(request.folder, tables, console)
     check_failed(request)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
+from lantern_bench.utils.cores import cpu_quota, usable_cores
 from lantern_bench.utils.files import cache_folder
 
 DEVICE = r"^(auto|cpu|mps|cuda(:\d{1,2})?)$"  # pattern of `--device`
@@ -21,7 +22,11 @@ _SPINS = "1000"
 
 
 def prepare_environment() -> None:
-    """Set the variables that torch reads when it is loaded: thread spinning, program folder."""
+    """Set what torch reads when it is loaded: threads, their spinning, and the programs' folder."""
+    quota = cpu_quota()
+    if quota is not None and quota < len(usable_cores()):
+        # More threads would use up the quota early and then all stand still.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(quota))))
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))

@@ -18,7 +18,8 @@ import psutil
 import torch
 
 from lantern_bench.devices.compute import Compute
-from lantern_bench.utils.clock import now, usable_cores
+from lantern_bench.utils.clock import now
+from lantern_bench.utils.cores import usable_cores
 from lantern_bench.utils.errors import RefusedError
 
 

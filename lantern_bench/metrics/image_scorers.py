@@ -143,15 +143,22 @@ def load_clip(
 
 
 def _weights_in(folder: Path) -> Path:
-    """Return the file of weights that open_clip takes from a folder of the bundled model."""
-    path = open_clip.factory._find_checkpoint_in_dir(folder)
+    """Return the file of weights of a folder of the bundled model, which open_clip takes too."""
+    paths = []
+    for ending in ("safetensors", "bin", "pth"):
+        paths += sorted(folder.glob(f"*.{ending}"))
     config = folder / "open_clip_config.json"
-    if path is None or not config.is_file():
+    if not paths or not config.is_file():
         raise RefusedError(
             f"the CLIP model {BUNDLED} is missing: it needs {config.name} and weights in {folder}",
             "In the repository: python -m scripts.train_lanterns --part clip",
         )
-    return Path(path)
+    if len(paths) > 1:
+        raise RefusedError(
+            f"{folder}: has several files of weights: {', '.join(path.name for path in paths)}",
+            "Leave the one that is meant.",
+        )
+    return paths[0]
 
 
 def clip_score(protocol: Protocol, device: torch.device | str) -> ClipScorer:

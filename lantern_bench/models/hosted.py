@@ -6,10 +6,12 @@ cache with this package's tree masks. docs/adding-a-model.md has an example.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import runpy
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,14 +31,18 @@ from lantern_bench.models.networks.target import (
     without_line_ends,
 )
 from lantern_bench.models.networks.transformer_config import TransformerConfig
-from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.errors import LanternError, UserError
 from lantern_bench.utils.files import file_sha256, hash_of
+from lantern_bench.utils.text import one_line
 
 if TYPE_CHECKING:
     from lantern_bench.models.model_file import PythonModel
 
 # Endings of the files that determine the output: weights, configuration, tokenizer.
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".yaml", ".model")
+
+
+_NEEDED = "docs/adding-a-model.md lists the attributes and methods that a hosted model must have"
 
 
 class HostedModel(ABC):
@@ -218,6 +224,21 @@ def load_class(file: PythonModel) -> type[HostedModel]:
     return classes[0]
 
 
+@contextlib.contextmanager
+def _naming(file: PythonModel, what: str) -> Iterator[None]:
+    """Let errors of a user's class name its file and the line of it that was reached last."""
+    try:
+        yield
+    except LanternError:
+        raise
+    except Exception as error:
+        path = str(file.python)
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == path]
+        place = f"{file.python.name} line {lines[-1]}" if lines else file.python.name
+        raise file.error_at("python", f"{place}: {what}: {one_line(error)}. {_NEEDED}") from error
+
+
 @torch.no_grad()
 def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     """Load the model of a model file with the key `python`.
@@ -228,26 +249,29 @@ def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> 
         dtype: Type of the weights.
 
     Raises:
-        UserError: The class lacks a method.
+        UserError: The class lacks a method or an attribute, or raises an error.
     """
     cls = load_class(file)
     missing = sorted(cls.__abstractmethods__)
     if missing:
         raise file.error_at("python", f"{cls.__name__} lacks {', '.join(missing)}")
-    hosted = cls(file.checkpoint, device, dtype)
     remarks: list[str] = []
-    for name, module in vars(hosted).items():
-        if isinstance(module, nn.Module):
-            module.requires_grad_(requires_grad=False).eval()
-            remarks += [
-                f"{file.path}: {name}.{weight} is zeros, as in a checkpoint that is not complete"
-                for weight, tensor in module.named_parameters()
-                if is_mostly_zero(weight, tensor)
-            ]
-    target = _HostedTarget(hosted)
+    with _naming(file, f"{cls.__name__} cannot be built"):
+        hosted = cls(file.checkpoint, device, dtype)
+        for name, module in vars(hosted).items():
+            if isinstance(module, nn.Module):
+                module.requires_grad_(requires_grad=False).eval()
+                remarks += [
+                    f"{file.path}: {name}.{weight} is zeros, as in an incomplete checkpoint"
+                    for weight, tensor in module.named_parameters()
+                    if is_mostly_zero(weight, tensor)
+                ]
+        target = _HostedTarget(hosted)
+        codebook = hosted.codebook()
 
     def condition(captions: Sequence[str]) -> Condition:
-        prompts = prompt_condition([hosted.prompts(caption) for caption in captions])
+        with _naming(file, f"{cls.__name__}.prompts fails"):
+            prompts = prompt_condition([hosted.prompts(caption) for caption in captions])
         length = prompts.values.shape[2]
         if length > hosted.prefix:
             raise UserError(
@@ -264,7 +288,7 @@ def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> 
         target=target,
         drafter=None,
         pixels=target,
-        codebook=hosted.codebook(),
+        codebook=codebook,
         condition=condition,
         weights={"target": hash_of(files or [file.checkpoint]), "code": file_sha256(file.python)},
         grid=hosted.grid,

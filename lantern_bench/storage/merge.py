@@ -19,6 +19,7 @@ from lantern_bench.storage.run_directory import (
     RECORDS,
     SCORES,
     RunData,
+    is_empty_shard,
     manifest_bytes,
     read_run,
 )
@@ -103,13 +104,16 @@ def _check_settings(first: RunData, other: RunData) -> None:
     ours = _settings(first.manifest)
     theirs = _settings(other.manifest)
     for name in ours | theirs:
-        if ours.get(name) != theirs.get(name):
-            raise RefusedError(
-                f"{first.folder} and {other.folder} are shards of different runs: {name} differs\n"
-                f"  first   {shown(ours.get(name))}\n"
-                f"  second  {shown(theirs.get(name))}",
-                "Merge shards of one run.",
-            )
+        if ours.get(name) == theirs.get(name):
+            continue
+        if name == "threads" and not (name in ours and name in theirs):
+            continue  # one of them has no images
+        raise RefusedError(
+            f"{first.folder} and {other.folder} are shards of different runs: {name} differs\n"
+            f"  first   {shown(ours.get(name))}\n"
+            f"  second  {shown(theirs.get(name))}",
+            "Merge shards of one run.",
+        )
 
 
 def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +124,7 @@ def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
         name: value for name, value in experiment.items() if name not in KEYS_WITHOUT_EFFECT
     }
     settings |= {f"key: {name}": value for name, value in key.items()}
-    if key.get("device_type") == "cpu":
+    if key.get("device_type") == "cpu" and not is_empty_shard(manifest):
         # Sums on another number of threads round differently.
         settings["threads"] = manifest.get("threads")
     return settings

@@ -118,6 +118,7 @@ def load_runs(
     wanted: Collection[str] | None = None,
     *,
     tables_suffice: bool = False,
+    empty_shards: bool = False,
 ) -> dict[str, RunData]:
     """Load runs by name.
 
@@ -125,6 +126,7 @@ def load_runs(
         directories: The run directories.
         wanted: The columns of records to read, by default all.
         tables_suffice: Whether a run without records may have CSV files instead.
+        empty_shards: Whether a shard that got no prompt is a run without records.
 
     Raises:
         UserError: A directory is not a run, or a file of it is damaged.
@@ -134,7 +136,8 @@ def load_runs(
     for name, directory in zip(run_names(directories), directories, strict=True):
         run = read_run(directory, wanted)
         has_tables = tables_suffice and (directory / "speed.csv").is_file()
-        if not len(run.records) and not has_tables:
+        is_empty = empty_shards and is_empty_shard(run.manifest)
+        if not len(run.records) and not has_tables and not is_empty:
             raise without_records(directory)
         runs[name] = run
     return runs
@@ -150,8 +153,17 @@ def read_run(folder: Path, wanted: Collection[str] | None = None) -> RunData:
     )
 
 
+def is_empty_shard(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a run is a shard that got no prompt, as the last of many shards may."""
+    part = manifest.get("shard")
+    return part is not None and part["images"] == 0
+
+
 def without_records(folder: Path) -> RefusedError:
     """Return the error for a run directory that holds no records."""
+    if is_empty_shard(read_manifest(folder)):
+        message = f"{folder} is a shard that got no prompt: it has no images"
+        return RefusedError(message, "Merge all shards: lantern-bench merge SHARD...")
     if any(folder.glob("*.csv")):
         return RefusedError(
             f"{folder} holds tables only, no records", "`show` and `curves` read its tables."
@@ -240,8 +252,6 @@ def disturbance(finished: pd.DataFrame) -> str | None:
     count = int(marks.sum())
     if count == 0:
         return None
-    text = (
-        f"{count} of {timed} images disturbed: "
-        "their threads lacked a core for more than 5% of the time"
-    )
+    reason = "their threads lacked a core, or were stopped, for more than 5% of the time"
+    text = f"{count} of {timed} images disturbed: {reason}"
     return f"{NO_SPEED}: {text}" if 2 * count > timed else text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -31,6 +32,8 @@ from lantern_bench.utils.files import cannot_write, check_writable, partial_path
 
 LOCK = ".lock"
 WRITER = ".writer.json"
+# What flock answers on network file systems without locks, or whose lock server is away.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ESTALE)
 
 
 class RunStore(AbstractContextManager["RunStore"]):
@@ -231,7 +234,7 @@ def lock_run(folder: Path) -> Iterator[None]:
     """Lock a run directory and create it if needed. The kernel frees the lock of an ended process.
 
     Raises `UserError` for a folder that is no run or cannot be written, `RefusedError` for a run
-    that another process has locked.
+    that another process has locked, and for a file system without locks.
     """
     check_is_run(folder)
     writer = folder / WRITER
@@ -246,12 +249,24 @@ def lock_run(folder: Path) -> Iterator[None]:
             finally:
                 writer.unlink(missing_ok=True)
     except Timeout as error:
-        raise RefusedError(
-            f"{folder} is in use: {_process_of(writer)} is writing to it",
-            "Wait until it ends, or give another --out.",
-        ) from error
+        message = f"{folder} is in use: {_process_of(writer)} is writing to it"
+        raise RefusedError(message, "Wait until it ends, or give another --out.") from error
+    except NotImplementedError as error:  # of older versions of filelock, for ENOSYS
+        raise _without_locks(folder, os.strerror(errno.ENOSYS)) from error
     except OSError as error:
+        if error.errno in _NO_LOCKS:
+            raise _without_locks(folder, os.strerror(error.errno)) from error
         raise cannot_write(folder, error, flag="--out") from error
+
+
+def _without_locks(folder: Path, reason: str) -> RefusedError:
+    """Return the error for a folder on a file system that cannot lock files."""
+    return RefusedError(
+        f"--out {folder}: its file system has no working locks: {reason}",
+        "A lock keeps two processes from writing one run. Give --out on a local disk and copy the "
+        "run afterwards, or mount this file system with locks (NFS: with lockd, without `nolock`; "
+        "Lustre: `-o flock`).",
+    )
 
 
 def _process_of(writer: Path) -> str:

@@ -18,7 +18,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import ImageTask
 from lantern_bench.decoding.loop import decode
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.sweeps.decoded_image import DISTURBED, QUIET_ADVICE
+from lantern_bench.sweeps.decoded_image import DISTURBED, quiet_advice
 from lantern_bench.utils.clock import now, usage
 from lantern_bench.utils.files import write_atomically
 from lantern_bench.utils.progress import Emit, Note
@@ -44,10 +44,8 @@ class Calibrated(NamedTuple):
         times = ", ".join(f"{count}: {ms:.3g} ms" for count, ms in self.milliseconds.items())
         notes = [Note(f"threads {self.threads} ({times})", level="detail")]
         if self.lost_share > DISTURBED:
-            text = (
-                f"other programs keep the processor busy ({self.lost_share:.2f} of each second a "
-                f"thread waited for a core). {QUIET_ADVICE}"
-            )
+            waited = f"{self.lost_share:.2f} of each second a thread waited for a core"
+            text = f"other programs keep the processor busy ({waited}). {quiet_advice()}"
             if self.lost_share > _BUSY:
                 text = f"speed cannot be measured now: {text}"
             notes.append(Note(text, level="warning"))

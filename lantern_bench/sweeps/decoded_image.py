@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.storage.pictures import png_bytes, tokens_sha256
+from lantern_bench.utils.cores import cpu_quota, usable_cores
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -14,9 +15,22 @@ if TYPE_CHECKING:
 
     from lantern_bench.decoding.trace import ImageTrace
 
-# An image is disturbed when its threads lacked a core for more than this fraction of its seconds.
+# An image is disturbed when its threads did not run for more than this fraction of its seconds.
 DISTURBED = 0.05
-QUIET_ADVICE = "Close other programs. Token counts and quality are valid; times may not be."
+_STILL_VALID = "Token counts and quality are valid; times may not be."
+
+
+def quiet_advice() -> str:
+    """Say what to do about disturbed images: mostly other programs, but a quota holds back too."""
+    quota = cpu_quota()
+    if quota is None or quota >= len(usable_cores()):
+        return f"Close other programs. {_STILL_VALID}"
+    limit = f"The CPU quota of this container is {quota:.3g} of {len(usable_cores())} cores"
+    threads = max(1, int(quota))
+    return (
+        f"{limit}: give at most --threads {threads} and one process, or raise the quota, "
+        f"and close other programs. {_STILL_VALID}"
+    )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 from lantern_bench.sweeps.events import Event, ImageDone, Started
 from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
+from lantern_bench.utils.causes import explained
 from lantern_bench.utils.clock import now
 from lantern_bench.utils.errors import LanternError, RecordsFailedError
 from lantern_bench.utils.progress import Emit, Note, ProgressEvent
@@ -180,6 +181,10 @@ def serve(parent: Connection[Any, Any]) -> None:
     except LanternError as error:
         send(error)
     except Exception as error:
+        cause = explained(error)
+        if type(cause) is not LanternError:
+            send(cause)
+            return
         # The parent may hide this process's standard error.
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(frame.filename).name} line {frame.lineno}"

@@ -85,7 +85,13 @@ def _decode_and_score(request: Request, emit: Emit) -> None:
 
 def _decode(request: Request, emit: Emit) -> None:
     """Decode in this process, in worker processes or on a Ray cluster."""
-    if request.ray is not None:
+    if not request.plan.tasks:
+        from lantern_bench.sweeps.decode_missing import decode_missing as decode
+
+        part = request.shard or {}
+        number = f"{part.get('index')}/{part.get('count')}"
+        emit(Note(f"shard {number} has no prompts: nothing to decode; `merge` takes it"))
+    elif request.ray is not None:
         from lantern_bench.sweeps.ray_cluster import decode_on_ray as decode
     elif request.experiment.settings.processes > 1:
         from lantern_bench.sweeps.processes import decode_in_processes as decode

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import os
 import resource
 import time
 from collections import defaultdict
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
+
+from lantern_bench.utils.cores import usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +64,10 @@ class Usage(NamedTuple):
     steal_seconds: float | None
     # CPU seconds of all programs on the usable cores.
     busy_seconds: float
+    # CPU seconds of the thread that reads; None where it waits for a device.
+    thread_seconds: float | None = None
+    # Seconds that the machine slept (Linux), which `now` does not count.
+    asleep_seconds: float = 0.0
 
     def since(self, before: Usage) -> Usage:
         """Return the change from `before`."""
@@ -72,16 +77,30 @@ class Usage(NamedTuple):
         )
 
     def lost_seconds(self, seconds: float, threads: int) -> float:
-        """Return the seconds by which a window may be too long because its threads lacked a core.
+        """Return the seconds by which a window may be too long because its threads did not run.
 
         Threads wait for each other after every operation, so one waiting thread may delay them all.
         Without counters of waiting, the estimate is the excess of other programs' load over the
-        cores that this process leaves free.
+        cores that this process leaves free. A stopped process waits for no core, but computes
+        nothing either.
         """
+        lost = self.absent_seconds(seconds, threads)
         if self.waited_seconds is not None:
-            return self.waited_seconds + (self.steal_seconds or 0.0)
+            return max(lost, self.waited_seconds + (self.steal_seconds or 0.0))
         others = max(0.0, self.busy_seconds - self.cpu_seconds)
-        return max(0.0, others - seconds * max(0, len(usable_cores()) - threads))
+        return max(lost, others - seconds * max(0, len(usable_cores()) - threads))
+
+    def absent_seconds(self, seconds: float, threads: int) -> float:
+        """Return the seconds of a window in which its thread did not run.
+
+        The process was stopped or frozen, the machine slept, or memory was read from disk. A thread
+        also sleeps while it waits for slower threads: their further CPU seconds are not counted.
+        """
+        if self.thread_seconds is None:
+            return self.asleep_seconds
+        others = self.cpu_seconds - self.thread_seconds
+        further = max(0.0, others - (threads - 1) * self.thread_seconds)
+        return max(0.0, seconds - self.thread_seconds - further) + self.asleep_seconds
 
 
 def usage() -> Usage:
@@ -98,14 +117,16 @@ def usage() -> Usage:
         involuntary_switches=resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw,
         steal_seconds=sum(core.steal for core in cores) if hasattr(cores[0], "steal") else None,
         busy_seconds=sum(map(sum, cores)) - idle,
+        thread_seconds=time.thread_time(),
+        asleep_seconds=_asleep_seconds(),
     )
 
 
-def usable_cores() -> list[int]:
-    """Return the numbers of the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
+def _asleep_seconds() -> float:
+    """Return seconds that the machine has slept; 0 where the system does not count them."""
+    if not hasattr(time, "CLOCK_BOOTTIME"):
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
 def _waited_seconds() -> float | None:
@@ -150,6 +171,8 @@ class Phases:
         self.mark("other")
         synchronize(self._device)
         self.usage = usage().since(self._before)
+        if self._device.type != "cpu":
+            self.usage = self.usage._replace(thread_seconds=None)
 
     def _seconds(self, first: Any, second: Any) -> float:
         if self._device.type != "cuda":

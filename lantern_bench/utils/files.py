@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import shlex
+import shutil
+import tempfile
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,18 +26,63 @@ _PART_BYTES = 4096
 
 
 def user_cache() -> Path:
-    """Return the user's cache directory: `$XDG_CACHE_HOME`, or `~/.cache` where it is not set."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """Return the user's cache directory: `$XDG_CACHE_HOME`, or `~/.cache` where it is not set.
+
+    A user without a home folder, as in some containers, gets the temporary folder.
+    """
+    folder = os.environ.get("XDG_CACHE_HOME")
+    if folder:
+        return Path(folder)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        return temporary_cache("HOME is not set and this user has no home folder")
 
 
 def cache_folder() -> Path:
-    """Return the folder of all caches of this package.
+    """Return the folder of all caches of this package, which need not exist and can be written.
 
     It is `$LANTERN_BENCH_CACHE` where that is set, and `lantern-bench` in the user's cache
-    directory otherwise.
+    directory otherwise. Where it cannot be written, it is the temporary folder.
     """
     folder = os.environ.get("LANTERN_BENCH_CACHE")
-    return Path(folder) if folder else user_cache() / "lantern-bench"
+    return _usable(Path(folder) if folder else user_cache() / "lantern-bench")
+
+
+@functools.cache
+def _usable(folder: Path) -> Path:
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    try:
+        tempfile.TemporaryDirectory(dir=existing).cleanup()
+    except OSError as error:
+        return temporary_cache(f"the cache {folder} cannot be written: {error.strerror or error}")
+    return folder
+
+
+cache_problems: list[str] = []
+"""Why caches are in a temporary folder; empty where they are not."""
+
+
+@functools.cache
+def temporary_cache(reason: str) -> Path:
+    """Warn once, and return a new folder for caches, which is removed when this process ends.
+
+    Programs in the cache are executed, so the folder belongs to this user alone. Processes that
+    this one starts use it too.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="lantern-bench-cache-"))
+    os.environ["LANTERN_BENCH_CACHE"] = str(folder)
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    cache_problems.append(reason)
+    message = f"{reason}. Nothing is kept for later runs; set LANTERN_BENCH_CACHE to a folder."
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    return folder
 
 
 # ---- Writing

@@ -152,3 +152,33 @@ def test_a_run_that_is_no_shard_and_a_folder_that_exists_are_refused(
         merge_runs([folder / "whole"])
     with pytest.raises(UserError, match="exists already"):
         merge_runs(shards, folder / "whole")
+
+
+def test_a_shard_without_prompts_is_a_run_that_merges(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A job array has more jobs than prompts."""
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": TinyModel()})
+    monkeypatch.chdir(tmp_path)
+    common = ["sweep", str(folder / "tiny.yaml"), "--images", "2", "-q"]
+    shards = [f"run-shard{index}of3" for index in (1, 2, 3)]
+    for index, name in enumerate(shards, start=1):
+        # Its number of threads says nothing: nothing was decoded with it.
+        threads = "2" if index == 3 else "1"
+        typed = [*common, "--shard", f"{index}/3", "--out", name, "--threads", threads]
+        assert main(typed) == 0
+        assert main(typed) == 0
+    assert main([*common, "--shard", "3/3", "--out", "several", "--processes", "2"]) == 0
+    capsys.readouterr()
+    assert main(["merge", *shards]) == 0
+    assert "12 images of 3 shards" in capsys.readouterr().err
+    assert len(read_records(Path("run"))) == 12
+    for command in ("show", "report", "check-run", "recommend", "score"):
+        code = main([command, shards[2]])
+        written = capsys.readouterr().err
+        assert "internal" not in written, (command, written)
+        assert code in (0, 3), command
+    assert main(["show", shards[2]]) == 0

@@ -64,7 +64,21 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         Args:
             into: The only folder of weights to search, as `download` fills it.
+
+        Raises:
+            RefusedError: A file or folder there cannot be read.
         """
+        try:
+            return self._found(into)
+        except (OSError, ValueError) as error:  # ValueError: a name of a commit that is no text
+            place = getattr(error, "filename", None) or f"the cached copy of {self.repo}"
+            reason = getattr(error, "strerror", None) or one_line(error, 100)
+            raise RefusedError(
+                f"{place}: cannot be read: {reason}",
+                f"Make it readable, or remove it and fetch {self.repo} again.",
+            ) from error
+
+    def _found(self, into: Path | None) -> Path | None:
         if into is not None:
             return self.found_in(into / self.repo)
         root = weights_folder()
@@ -137,6 +151,8 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def _complete(folder: Path, pattern: str) -> bool:
     """Whether a folder has the files of a pattern, and of sharded weights every shard."""
+    if folder.exists():
+        os.listdir(folder)  # `glob` takes a folder that cannot be read for an empty one
     try:
         for index in folder.glob(f"{pattern}.index.json"):
             return all((folder / shard).is_file() for shard in weight_map(index).values())
