@@ -300,12 +300,15 @@ def compare(
         One row per cell and quantity, with interval, p-value and verdict.
 
     Raises:
-        UserError: A run is unknown.
+        UserError: A run is unknown, or both are the same run.
         RefusedError: A run has no records, or the runs differ in another fact.
     """
     from lantern_bench.analysis.compare import check_comparability, compare_runs, differences
 
-    a, b = load_runs([_folder(run_a), _folder(run_b)]).values()
+    folders = [_folder(run_a), _folder(run_b)]
+    if folders[0].resolve() == folders[1].resolve():
+        raise UserError(f"{folders[1]}: is the same run as {folders[0]}", "Give two runs.")
+    a, b = load_runs(folders).values()
     check_comparability(differences(a, b), across)
     return compare_runs(a, b).table
 

@@ -124,6 +124,12 @@ def score_run_directory(
         RefusedError: Weights are missing, the run is in use, or it has no images.
     """
     recorded = read_manifest(folder).get("experiment", {})
+    images = [row["image"] for row in read_records(folder) if row["image"]]
+    if images and not any((folder / image).is_file() for image in images):
+        raise RefusedError(
+            f"{folder}: nothing can be scored: none of its {len(images)} pictures is here",
+            f"Copy {images[0].split('/')[0]}/ of the original run too, or score that run.",
+        )
     name = protocol or recorded.get("protocol") or default_protocol(recorded.get("model") or [])
     if reference is None and name == recorded.get("protocol"):
         reference = recorded.get("reference")

@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+import lantern_bench
 from lantern_bench import __version__
 from lantern_bench.analysis.tables import NAMES
 from lantern_bench.cli import main as cli
@@ -405,3 +406,14 @@ def test_heavy_packages_are_imported_only_where_they_are_needed(results, typed, 
         f"heavy = {heavy} & set(sys.modules); assert code == 0 and not heavy, (code, heavy)"
     )
     subprocess.run([sys.executable, "-c", code, *typed], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_run_is_not_compared_with_itself(results):
+    with pytest.raises(UserError, match="is the same run as"):
+        lantern_bench.compare(results / "second", results / "second" / ".." / "second")
+
+
+def test_scoring_a_run_without_its_pictures_is_refused(results, capsys):
+    for protocol in ([], ["--protocol", "lantern-coco"]):
+        assert cli.main(["score", str(results / "second"), *protocol]) == 3
+        assert "pictures is here" in capsys.readouterr().err
