@@ -65,7 +65,6 @@ LAUGHS = "a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
         ("a: &a {b: *a}", "the alias *a cannot be used here"),
         ("a: !!python/object/apply:os.mkdir [made]", "could not determine a constructor"),
         ("a: " + "9" * 5000, "not valid YAML"),
-        ("a: 2026-99-99", "not valid YAML"),
         (f"a: {'x' * MOST_CHARACTERS}", "more than 1000000 characters"),
     ],
 )
