@@ -173,9 +173,9 @@ class Evaluation:
             return
         pixels, attributes = held_out_scenes(_RETRIEVAL)
         captions = [item.caption() for item in attributes]
-        nearest = (self.clip.embed_pictures(pixels) @ self.clip.embed_captions(captions).T).argmax(
-            1
-        )
+        of_pictures = self.clip.embed_pictures(pixels)
+        of_captions = self.clip.embed_captions(captions)
+        nearest = (of_pictures @ of_captions.T).argmax(1)
         right = (nearest == torch.arange(len(captions))).float().tolist()
         yield _observed(
             part="clip",

@@ -93,6 +93,7 @@ def run(finished: Finished) -> Path:
 def test_a_run_has_all_its_files_and_says_nothing_else(finished: Finished) -> None:
     ours = (
         "run: ",
+        "100 prompts from held-out, ",
         "published: ",
         "images",
         "scoring",

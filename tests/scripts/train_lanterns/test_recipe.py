@@ -308,13 +308,13 @@ def test_retrieval_counts_pictures_that_find_their_caption() -> None:
     class Half:
         """The first half of the pictures is nearest to its own caption, the other to caption 0."""
 
-        def images(self, pictures: list) -> torch.Tensor:
+        def embed_pictures(self, pictures: list) -> torch.Tensor:
             nearest = [
                 number if number < len(pictures) // 2 else 0 for number in range(len(pictures))
             ]
             return torch.eye(len(pictures))[nearest]
 
-        def captions(self, captions: list[str]) -> torch.Tensor:
+        def embed_captions(self, captions: list[str]) -> torch.Tensor:
             assert captions == [item.caption() for item in HELD_OUT[: len(captions)]]
             return torch.eye(len(captions))
 
