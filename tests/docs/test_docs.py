@@ -177,7 +177,7 @@ def test_the_picture_of_the_frontier_joins_speed_and_quality_by_cell() -> None:
         tables_suffice=True,
     )
     speed, quality = map(curve_tables, runs.values())
-    cells = make_pictures.joined(speed, quality, "fid")["cells"].set_index("cell_id")
+    cells = make_pictures.joined(speed, quality, "fid")["quality_with_speed"].set_index("cell_id")
     assert cells["speedup"].tolist() == speed["speed"]["speedup"].tolist()
     fid = quality["quality"].set_index("cell_id")["fid"]
     assert cells["fid"].dropna().to_dict() == {
