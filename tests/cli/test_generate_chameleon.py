@@ -17,7 +17,7 @@ import lantern_bench
 from lantern_bench.cli import main as cli
 from lantern_bench.methods.catalog import MODES
 from lantern_bench.models import registry
-from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.checkpoint_model import ModelSpec
 from lantern_bench.models.families.chameleon import Chameleon
 from lantern_bench.models.networks.target import prompt_condition
 from tests.helpers import golden_models, tiny_chameleon
@@ -43,7 +43,7 @@ def test_logits_equal_recording(tmp_path: Path) -> None:
     codes = list(
         Chameleon(
             "recorded",
-            Published(about="", config=stated, vq={}, grid=(4, 4)),
+            ModelSpec(about="", config=stated, vq={}, grid=(4, 4)),
             {"target": RECORDING},
         ).image_words()
     )
