@@ -55,8 +55,8 @@ def compile_function(
     def run(*arguments: Any) -> T:
         return function(*arguments)
 
-    # The compiler keeps its results with a code object, and guards tell programs of one code object
-    # apart. Guards cost microseconds per weight, so every program gets a code object of its own.
+    # The compiler caches its results by code object and tells programs that share one apart by
+    # guards. Guards cost microseconds per weight, so each program gets a separate code object.
     code = run.__code__.replace(co_name=f"program_{next(_numbers)}")
     copy = FunctionType(
         code, run.__globals__, name=code.co_name, argdefs=None, closure=run.__closure__

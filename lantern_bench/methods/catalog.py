@@ -217,7 +217,7 @@ def defaults_for(
         drafting: The cell's drafting.
         rule: The cell's rule.
         mode: The cell's mode.
-        of_model: Defaults of the model, which override those of the drafting and the rule.
+        of_model: The model's defaults. They override the defaults of the drafting and the rule.
     """
     values = {key: row.default for key, row in PARAMETERS.items() if row.default is not None}
     values |= DRAFTINGS[drafting].defaults

@@ -221,7 +221,7 @@ class Mode:
     rule: str
     label: str  # in legends
     colour: str | None = None
-    # replace those of drafting and rule, if a cell has the parameter
+    # override the defaults of drafting and rule in cells that have the parameter
     defaults: Values = field(default_factory=dict)
     source: str = ""  # arXiv number of their paper; empty: the rule's
     # further values that `certify --modes` tests (checks/claims.py)

@@ -1,6 +1,6 @@
 """The quality metrics: one row each (docs/adding-a-metric.md).
 
-The shipped rows are in metrics.toml. Their functions need torch, so they stand in `metrics/`.
+The shipped rows are in metrics.toml. Their functions are in `metrics/`, because they import torch.
 Another package decorates its function with `@image_metric` or `@set_metric`.
 """
 

@@ -85,7 +85,7 @@ class Rule:
     in_id: bool = True
     # arXiv number of the paper
     source: str = ""
-    # A rule of another package adds a mode of its own name: the drafting of this mode
+    # A rule from another package adds a mode with the rule's name. The drafting of that mode:
     drafting: str = "static"
     # and the name of this mode in legends; None: the rule's name
     label: str | None = None

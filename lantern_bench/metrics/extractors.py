@@ -282,7 +282,7 @@ class FeatureReference(NamedTuple):
     extractor: str = ""  # label of their extractor; empty if the file does not record it
 
     def features(self, extractor: Extractor) -> FeatureSet:
-        """Return the features; raises `UserError` if they are those of another extractor."""
+        """Return the features. Raises `UserError` if another extractor made them."""
         width = len(self.statistics.mean)
         if width != extractor.width:
             raise UserError(

@@ -191,7 +191,7 @@ def figures_of(names: Sequence[str], sets: Sequence[FeatureSets]) -> dict[str, F
 class SetFigures(NamedTuple):
     """The figures of one set of pictures."""
 
-    columns: dict[str, Any]  # by column, without those of figures that cannot be measured
+    columns: dict[str, Any]  # by column; figures that cannot be measured are left out
     of_images: dict[str, list[float]]  # by metric, for each picture
     notes: list[str]
 

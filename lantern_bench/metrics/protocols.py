@@ -52,7 +52,7 @@ _SHIPPED = msgspec.toml.decode(
 PROTOCOLS = {protocol.name: protocol for protocol in _SHIPPED}
 
 _MEASURED = set[str]().union(*(protocol.metrics for protocol in _SHIPPED))
-# A metric of images that no shipped protocol measures has a protocol of its own name.
+# An image metric outside all shipped protocols gets a protocol with the metric's name.
 for _metric in OF_IMAGES:
     if _metric not in _MEASURED:
         _name = _metric.replace("_", "-")
