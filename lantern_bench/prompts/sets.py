@@ -132,6 +132,8 @@ def _read(parts: _Source, flag: str, model: PromptedModel) -> Iterable[_Located]
         return _read_imagenet(path, flag)
     if name.startswith("coco"):
         return _read_coco(path, flag, longest=name == "coco")
+    if name == "parti" and path.suffix.lower() != ".tsv":
+        raise UserError(f"{flag}: PartiPrompts is a .tsv file", "Rename it to end with .tsv.")
     return _read_file(path, flag, name=name or path.name)
 
 
@@ -270,7 +272,7 @@ def _csv_fields(text: str, flag: str) -> Iterator[_Fields]:
         except csv.Error as error:
             raise UserError(
                 f"{flag} line {number}: not CSV: {error}",
-                'A field that holds a quotation mark is written "a ""quoted"" word".',
+                'Close each quotation mark; one inside a field is written "a ""quoted"" word".',
             ) from error
         columns = columns or row
         written = "\n".join(lines[number - 1 : reader.line_num])

@@ -235,6 +235,7 @@ def test_files_of_all_kinds(tmp_path, column):
             "image 7: 'bad' is bad",
         ),
         ("coco:a", b'{"annotations": [{"image_id": 7, "caption": " "}]}', "image 7: is empty"),
+        ("parti:a.txt", b"Prompt\tNote\na\tb\n", "PartiPrompts is a .tsv file"),
         ("parti:a.tsv", b"Text\tNote\na\tb\n", "line 2: has no text under prompt or caption"),
         ("parti:a.tsv", b"Prompt\tNote\na\tb\nc\td\te\n", "line 3: has more fields"),
         ("imagenet:a.json", b'["a"]', "names 1 classes"),

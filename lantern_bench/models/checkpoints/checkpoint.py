@@ -38,7 +38,10 @@ _CONTAINERS = ("model", "module", "state_dict")
 # Names of entries without weights of the model: the state of optimizers, and other networks.
 _NO_WEIGHTS = re.compile(r"(?i)optim|sched|scaler|rng|loss|hyper|callback|config|discrim|critic")
 # Names of weights that are averaged over a training.
-_AVERAGED = re.compile(r"(?i:(?<![a-z])ema|averag|avg|shadow|(?<![a-z])swa|polyak)|EMA")
+# Pooling layers such as `avgpool` are not averages.
+_AVERAGED = re.compile(
+    r"(?i:(?<![a-z])ema|(averag|avg)(?!e?_?pool)|shadow|(?<![a-z])swa|polyak)|EMA"
+)
 _DEEPEST = 3  # entries inside entries
 # Prefixes of DDP, of torch.compile and of FSDP.
 _WRAPPERS = re.compile(r"^module\.|^_orig_mod\.module\.|(_orig_mod|_fsdp_wrapped_module)\.")
@@ -202,8 +205,11 @@ def open_checkpoint(
         else:
             loaded = _unpickle(file, zipped=head.startswith(b"PK"))
             read = _state_dict(file, loaded, entry, remarks=remarks)
-            if isinstance(loaded.get("args"), argparse.Namespace):
-                settings = vars(loaded["args"])
+            arguments = loaded.get("args")
+            if isinstance(arguments, argparse.Namespace):
+                settings = vars(arguments)
+            elif isinstance(arguments, Mapping):
+                settings = arguments
         _raise_if_misplaced(file, read, places=places, earlier=tensors)
         tensors |= read
     tensors = _without_average(tensors, path, remarks)

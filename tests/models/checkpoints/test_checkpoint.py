@@ -92,6 +92,13 @@ def test_averaged_weights_alone_are_named(tmp_path: Path) -> None:
     assert "averaged weights have no names and are not read: ema" in opened.remarks[0]
 
 
+def test_a_pooling_layer_is_no_average(tmp_path: Path) -> None:
+    pooled = {f"avgpool.{name}": value for name, value in STATE.items()}
+    opened = open_checkpoint(saved(tmp_path / "file.pt", pooled))
+    assert torch.equal(opened["avgpool.a.weight"], STATE["a.weight"])
+    assert not opened.remarks
+
+
 @pytest.mark.parametrize(
     ("content", "entry", "message"),
     [

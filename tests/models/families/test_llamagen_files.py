@@ -145,10 +145,14 @@ def stage_signs() -> dict[str, Any]:
             "model": state,
             "args": argparse.Namespace(image_size=96, downsample_size=16),
         },
+        "args as dict": lambda state: {
+            "model": state,
+            "args": {"image_size": 96, "downsample_size": 16},
+        },
     }
 
 
-@pytest.mark.parametrize("sign", ["freqs_cis", "with margin", "args"])
+@pytest.mark.parametrize("sign", ["freqs_cis", "with margin", "args", "args as dict"])
 def test_checkpoints_of_another_stage_are_refused(sign: str, tmp_path: Path) -> None:
     state = stage_signs()[sign](official_state(C2I))
     wrong = model_of(tmp_path / "wrong", state, C2I)
