@@ -171,7 +171,8 @@ class _Batch:
         self.target = target
         self.decoding = decoding
         self.size = len(generators)
-        self.tokens_wanted = min(tokens or target.image_tokens, target.image_tokens)
+        all_tokens = target.image_tokens
+        self.tokens_wanted = all_tokens if tokens is None else min(tokens, all_tokens)
         self.keep_logits = keep_logits
         self.engine = engine or Engine()
         self.draws = Draws(generators, target.device)

@@ -95,14 +95,12 @@ class RunStore(AbstractContextManager["RunStore"]):
             UserError: The directory cannot be written, or is no run.
             RefusedError: Another process uses it, or it has no images.
         """
-        store = cls(folder)
-        if not store.finished:
-            store.close()
+        if not done_images(folder):
             raise RefusedError(
                 f"{folder} has no images to score",
                 "Resume the run with the command that started it.",
             )
-        return store
+        return cls(folder)
 
     @property
     def finished(self) -> int:

@@ -29,6 +29,8 @@ from lantern_bench.utils.text import listed
 if TYPE_CHECKING:
     import pandas as pd
 
+    from lantern_bench.methods.metrics import Metric
+
 
 SCHEMA_VERSION = 2
 """The version of runs that this program reads, in every record key: a run never mixes two."""
@@ -81,7 +83,13 @@ def _quality_columns(names: Iterable[str]) -> Iterator[Column]:
             yield from _read(["ar_spread"], metric=name)
         if metric.is_paired:
             yield from _read(["vs_ar"], metric=name)
-        yield from _read(metric.extras)
+        yield from _extras(metric)
+
+
+def _extras(metric: Metric) -> Iterator[Column]:
+    """Yield the other columns of a metric. Their texts are taken as they are."""
+    for name, dtype, unit, meaning in metric.extras:
+        yield Column(name, dtype, unit, meaning=meaning)
 
 
 def _score_columns() -> Iterator[Column]:
@@ -96,7 +104,7 @@ def _score_columns() -> Iterator[Column]:
         if metric.image_meaning:
             levels += f"; of an image: {metric.image_meaning}"
         yield from _figure(name, "", f"{metric.meaning} ({levels})")
-        yield from _read(metric.extras)
+        yield from _extras(metric)
 
 
 def _summary_of_quality() -> Iterator[Column]:
@@ -113,7 +121,7 @@ def _summary_of_quality() -> Iterator[Column]:
         if metric.has_spread:
             yield from _read(["verdict"], metric=name)
         if name in OF_TOKENS:
-            yield from _read(metric.extras)
+            yield from _extras(metric)
         if metric.scored_by in scorers:
             yield Column(metric.scored_by, "string", "", meaning=scorers.pop(metric.scored_by))
 

@@ -74,25 +74,26 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
     work()
     repeats = max(1, round(_BLOCK / max(1e-6, now() - start)))
     blocks: dict[int, list[float]] = defaultdict(list)
-    before = usage()
+    lost = 0.0
     start = now()
     for _ in range(rounds):
         for threads in counts:
             torch.set_num_threads(threads)
             work()  # compiles its programs, and the threads start
+            before = usage()
             began = now()
             for _ in range(repeats):
                 work()
-            blocks[threads].append(now() - began)
+            seconds = now() - began
+            blocks[threads].append(seconds)
+            lost += usage().since(before).lost_seconds(seconds, threads)
         if now() - start > _LONGEST:
             break
-    seconds = now() - start
-    lost = usage().since(before).lost_seconds(seconds, most)
     torch.set_num_threads(most)
     milliseconds = {count: 1e3 * median(times) / repeats for count, times in blocks.items()}
     slowest_tie = min(milliseconds.values()) / (1 - _TIE)
     chosen = min(count for count, time in milliseconds.items() if time <= slowest_tie)
-    return Calibrated(chosen, milliseconds, lost / seconds)
+    return Calibrated(chosen, milliseconds, lost / sum(map(sum, blocks.values())))
 
 
 def choose_threads(
@@ -121,6 +122,9 @@ def choose_threads(
     if file is not None:
         with contextlib.suppress(OSError, ValueError, TypeError):  # missing or damaged
             choices = dict(json.loads(file.read_bytes()))
+    recorded = choices.get(name)
+    if type(recorded) is not int or not 1 <= recorded <= torch.get_num_threads():
+        recorded = None  # missing or damaged
 
     def steps() -> None:  # whole steps: between single products the threads would sleep
         for decoding in kinds.values():
@@ -136,14 +140,14 @@ def choose_threads(
     try:
         with torch.inference_mode():
             condition = model.condition([prompt])
-        calibrated = calibrate(steps, choices.get(name))
+        calibrated = calibrate(steps, recorded)
     except (RuntimeError, MemoryError):
         return  # an image that fails to decode fails again in the run, which records the error
     torch.set_num_threads(calibrated.threads)
     for note in calibrated.notes():
         emit(note)
     # A choice on a busy machine is not stored for the next run.
-    if file is not None and name not in choices and calibrated.lost_share <= DISTURBED:
+    if file is not None and recorded is None and calibrated.lost_share <= DISTURBED:
         content = json.dumps(choices | {name: calibrated.threads}, indent=1)
         with contextlib.suppress(OSError):  # the next run times threads again
             write_atomically(file, content.encode() + b"\n")

@@ -18,6 +18,7 @@ from lantern_bench.utils.text import one_line
 _GROUPS = tuple(f"lantern_bench.{kind}" for kind in ("draftings", "rules", "metrics", "models"))
 # Words in messages of libraries, in lower case, where the system gives no more memory.
 _NO_MEMORY = (
+    "cuda out of memory",
     "failed to map segment",
     "cannot allocate memory",
     "can't allocate memory",
@@ -77,6 +78,8 @@ def _cause_in_users_code(error: Exception) -> UserError | None:
     """Return the error of code that is neither this package nor one that it depends on."""
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     paths += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).parents[1])]
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        paths.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])  # code that the compiler wrote
     libraries = tuple(os.path.realpath(path) + os.sep for path in paths)
     packages = set()
     for group in _GROUPS:

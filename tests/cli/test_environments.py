@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import filelock
 import pytest
@@ -111,6 +112,7 @@ def test_a_limit_of_addresses_is_named(tmp_path: Path) -> None:
     [
         (MemoryError(), "out of memory"),
         (RuntimeError("can't start new thread"), "out of memory"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "out of memory"),
         (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "too many open files"),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/x"), "/tmp/x: No space left"),
     ],
@@ -231,3 +233,18 @@ def test_an_error_in_other_code_names_its_file(
     assert f"{Path(__file__).resolve()} line" in written
     assert "in models: ZeroDivisionError: mine" in written
     assert "a bug" not in written
+
+
+def test_code_that_the_compiler_wrote_is_not_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = tmp_path / "written.py"
+    written.write_text("def call():\n    raise ValueError('shapes')\n")
+    names: dict[str, Any] = {}
+    exec(compile(written.read_text(), str(written), "exec"), names)
+    with pytest.raises(ValueError, match="shapes") as raised:
+        names["call"]()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert "written.py line 2" in causes.explained(raised.value).message
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert "written.py" not in causes.explained(raised.value).message

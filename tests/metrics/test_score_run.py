@@ -298,8 +298,10 @@ def test_only_cells_with_new_images_are_scored_again(
 
 def test_a_run_without_images_is_not_scored(store: RunStore) -> None:
     (store.folder / "records.jsonl").write_text("")
+    (store.folder / "scores.jsonl").unlink(missing_ok=True)
     with pytest.raises(RefusedError, match="no images to score"):
         RunStore.to_score(store.folder)
+    assert not (store.folder / "scores.jsonl").exists()
 
 
 def test_fidelity_without_a_reference_has_a_note(run: Run, scorers: Scorers) -> None:

@@ -9,6 +9,8 @@ import re
 
 import pytest
 
+from lantern_bench.methods.metrics import Metric
+from lantern_bench.storage import schema
 from lantern_bench.storage.schema import CELL_COLUMNS, TABLES, columns
 from lantern_bench.utils.errors import UserError
 from scripts.docs.results_format import PAGE, families
@@ -97,3 +99,9 @@ def test_unknown_table_lists_the_tables() -> None:
     with pytest.raises(UserError, match="unknown table 'sped'") as caught:
         columns("sped")
     assert "acceptance" in str(caught.value.advice)
+
+
+def test_texts_of_a_metric_are_taken_as_they_are() -> None:
+    extras = (("blur", "float", "", "share of pixels in {0, 1}"),)
+    (column,) = schema._extras(Metric("sharpness", "how sharp", extras=extras))
+    assert column.meaning == "share of pixels in {0, 1}"

@@ -104,7 +104,9 @@ def test_the_choice_is_stored_with_the_programs(
     assert chosen(ar) is None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert chosen(ar, drafting) is None
-    for damaged in (b"", b"[1]", b"{"):
+    name = b'{"autoregressive and drafting, at most 2": '
+    no_numbers = [name + value + b"}" for value in (b"64", b"0", b"true", b'"2"', b"[1]")]
+    for damaged in (b"", b"[1]", b"{", *no_numbers):
         (tmp_path / "threads.json").write_bytes(damaged)
         assert chosen(ar, drafting) is None
     model.engine.folder = None
