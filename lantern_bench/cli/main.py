@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
 import sys
 import traceback
 import warnings
@@ -100,6 +101,8 @@ def _flags(
     """Benchmark speculative decoding of image generators: speed and quality in one run."""
     Path.cwd()  # without a working folder, libraries end the process
     console = Console(quiet=quiet, verbose=verbose)
+    # the command line as typed, which `main` passes on
+    ctx.meta["command"] = ctx.obj
     ctx.obj = console
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
@@ -169,12 +172,22 @@ def _command(words: Sequence[str], arguments: Sequence[str]) -> int:
     program = _program(all_flags="--help-all" in words)
     typed = ["--help" if word == "--help-all" else word for word in arguments]
     try:
-        program(args=typed, prog_name="lantern-bench")
+        program(
+            args=typed,
+            prog_name="lantern-bench",
+            obj=_as_recorded(arguments),
+        )
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(bool(exit_.code))
     finally:
         sys.stdout.flush()
     return 0
+
+
+def _as_recorded(arguments: Sequence[str]) -> str:
+    """Return the command line for manifests, which name no folder of this machine."""
+    words = [re.sub(r"(^|[=:@])/.*/", r"\1", word) for word in arguments]
+    return shlex.join(["lantern-bench", *words])
 
 
 def _with_cluster(words: Sequence[str]) -> list[str]:

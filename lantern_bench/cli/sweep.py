@@ -96,6 +96,7 @@ def sweep(
         ray=ray,
         both_residuals=published,
         worker_timeout=worker_timeout,
+        command=ctx.meta["command"],
     )
     console.say(f"run: {request.folder}")
     console.say(request.prompts_used())

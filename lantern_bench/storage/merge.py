@@ -168,7 +168,9 @@ def _write(shards: Sequence[RunData], folder: Path, name: str) -> None:
     records: list[pd.DataFrame] = []
     scores: list[Row] = []
     sessions: list[Row] = []
+    commands: list[str] = []
     for shard in shards:
+        commands += shard.manifest.get("commands", [])
         before = len(sessions)  # processes of different shards are different
         for session in shard.manifest.get("sessions", []):
             sessions.append(session | {"process": before + session["process"]})
@@ -188,6 +190,7 @@ def _write(shards: Sequence[RunData], folder: Path, name: str) -> None:
         "shard": None,
         "merged_shards": len(shards),
         "sessions": sessions,
+        "commands": list(dict.fromkeys(commands)),
         "started": min(str(manifest.get("started")) for manifest in manifests),
         "ended": max(str(manifest.get("ended")) for manifest in manifests),
     }

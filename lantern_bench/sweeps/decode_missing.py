@@ -81,9 +81,11 @@ def decode_missing(request: Request, emit: Emit) -> None:
 
 def begin_run(store: RunStore, request: Request, **entries: Any) -> None:
     """Write the entries of the request, and further `entries`, into the manifest."""
+    commands = [*store.manifest.get("commands", []), request.command or "Python"]
     store.update_manifest(
         started=store.manifest.get("started", stamp()),
         ended=None,
+        commands=list(dict.fromkeys(commands)),
         prompts=request.prompts,
         shard=request.shard,
         engine="local" if request.ray is None else "ray",

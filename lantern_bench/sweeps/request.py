@@ -42,6 +42,7 @@ class Request:
     # the address of a Ray cluster, or `DEFAULT_CLUSTER`; None: this machine alone
     ray: str | None = None
     worker_timeout: float = WORKER_TIMEOUT  # seconds after which a silent worker process is ended
+    command: str | None = None  # the command line as typed; None: called from Python
 
     def missing(self) -> list[ImageTask]:
         """Return the images without a record of status `ok`."""
@@ -69,6 +70,7 @@ def prepare(
     ray: str | None = None,
     both_residuals: bool = False,
     worker_timeout: float = WORKER_TIMEOUT,
+    command: str | None = None,
 ) -> Request:
     """Check a sweep and return it as a request.
 
@@ -81,6 +83,7 @@ def prepare(
         ray: The address of a Ray cluster, or `DEFAULT_CLUSTER`.
         both_residuals: Run relaxed cells with both residuals unless the overrides name one.
         worker_timeout: Seconds without a sign of life after which a worker is ended.
+        command: The command line, which the manifest of the run keeps.
 
     Raises:
         UserError: The experiment, a flag or a prompt is wrong.
@@ -136,6 +139,7 @@ def prepare(
         shard=described,
         ray=ray,
         worker_timeout=worker_timeout,
+        command=command,
     )
 
 

@@ -123,6 +123,9 @@ def test_manifest_has_no_paths_and_resolves_again(
     manifest = read_manifest(run)
     text = json.dumps(manifest)
     assert str(run.parent) not in text
+    (command,) = manifest["commands"]
+    assert command.startswith("lantern-bench reproduce ")
+    assert command.endswith(f"--out {run.name}")
     assert str(Path.home()) + "/" not in text
     assert set(manifest["key"]["weights"]) == {
         "lanterns/target",
