@@ -162,12 +162,20 @@ def lossless_decodings(
     common = {"cfg_scale": guidance, "cfg_default": guidance, **values}
     named: dict[str, Decoding] = {}
     for rule, drafting in lossless_pairs():
-        sizes = [dict(drafting.small)]
+        sizes = _sizes(rule, drafting)
         if "tree" in drafting.defaults:
             sizes = _static_trees(rule, default_tree, siblings=siblings)
         for size in sizes:
             _add(named, rule, drafting, values=common | size)
     return named
+
+
+def _sizes(rule: Rule, drafting: Drafting) -> list[dict[str, Any]]:
+    """The small values of a drafting; for rules that read deeper drafts also coupled drafts."""
+    sizes = [dict(drafting.small)]
+    if rule.gives_visit_probability and drafting.lookahead:
+        sizes.append(dict(drafting.small) | dict(drafting.lookahead))
+    return sizes
 
 
 def _static_trees(rule: Rule, default_tree: Any, *, siblings: bool) -> list[dict[str, Any]]:
@@ -196,7 +204,7 @@ def table_decodings() -> dict[str, Decoding]:
             for row in drafting.parameters
             if row.kind.choices and row.name != "tree"
         }
-        sizes: list[dict[str, Any]] = [dict(drafting.small)]
+        sizes = _sizes(rule, drafting)
         if "tree" in drafting.defaults:
             sizes = [{"tree": rule.tree}] if rule.chains else [dict(drafting.small), _SIBLINGS]
         chosen = [

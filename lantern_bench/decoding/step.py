@@ -328,6 +328,7 @@ class SpeculativeStep:
                 accepted=verdict.accepted,
                 tokens=verdict.tokens,
                 position=images.position,
+                visit_probability=verdict.visit_probability,
             )
             self.drafting.after_step(found)
         self.session.commit(verdict.path, images.counts)

@@ -190,7 +190,8 @@ def lossless_pairs() -> Iterator[tuple[Rule, Drafting]]:
 def fresh_drafts_problem(rule: str, drafting: str, values: Values) -> str | None:
     """Return why a rule cannot decide on drafts that are coupled between steps, or None.
 
-    A rule that reads deeper drafts would condition on the random numbers of earlier steps.
+    A rule that reads deeper drafts changes their distribution. The next drafts must be independent
+    of them, or coupled to this distribution (docs/algorithms.md, section 8.8).
 
     Args:
         rule: The name of the rule.
@@ -200,9 +201,15 @@ def fresh_drafts_problem(rule: str, drafting: str, values: Values) -> str | None
     row = DRAFTINGS[drafting]
     if not RULES[rule].needs_fresh_drafts or row.fresh_every_step(values):
         return None
+    use = "rule: strict"
+    if RULES[rule].gives_visit_probability and row.lookahead:
+        if all(values[key] == value for key, value in row.lookahead.items()):
+            return None
+        wanted = [f"{key}: {value}" for key, value in row.lookahead.items()]
+        use = f"{listed(wanted)}, or {use}"
     return (
         f"the rule {rule} needs independent drafts in every step, "
-        f"which the drafting {drafting} {row.label(values)} does not give. Use rule: strict"
+        f"which the drafting {drafting} {row.label(values)} does not give. Use {use}"
     )
 
 

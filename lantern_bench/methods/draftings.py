@@ -51,6 +51,9 @@ class Drafting:
     # Whether every step draws all drafts with new random numbers. Rules with
     # `needs_fresh_drafts` require it, because they read deeper drafts.
     fresh_every_step: Callable[[Values], bool] = lambda _values: True
+    # Values with which `block` and `traversal` do not require it, because drafts are coupled to
+    # what these rules leave (`LastStep.visit_probability`); empty: they always require it.
+    lookahead: Values = field(default_factory=dict)
     # the label of the drafts in ids and tables
     label: Callable[[Values], str | None] = lambda _values: None
     # (defaults, values that the user gave) -> defaults that fit them
@@ -167,6 +170,7 @@ SHIPPED_DRAFTINGS = (
         needs_drafter=False,
         chain=True,
         fresh_every_step=lambda values: values["coupling"] == "none",
+        lookahead={"coupling": "maximal"},
         label=_jacobi_label,
         nodes=lambda values: values["window"],
     ),
@@ -178,7 +182,9 @@ SHIPPED_DRAFTINGS = (
         defaults={"window": 16, "coupling": "maximal", "candidates": 3, "branching": 2},
         small={"window": 4, "candidates": 2},
         needs_drafter=False,
-        fresh_every_step=lambda _values: False,
+        # deeper siblings are the same below all nodes of a depth
+        fresh_every_step=lambda values: values["coupling"] == "none" and values["branching"] == 1,
+        lookahead={"coupling": "maximal", "branching": 1},
         label=_jacobi_label,
         nodes=_pac_nodes,
     ),
@@ -191,6 +197,7 @@ SHIPPED_DRAFTINGS = (
         small={"window": 4, "drafted": 2},
         chain=True,
         fresh_every_step=lambda values: values["coupling"] == "none",
+        lookahead={"coupling": "maximal"},
         label=_hybrid_label,
         nodes=lambda values: values["window"],
     ),

@@ -73,8 +73,8 @@ class Rule:
     chains: bool = False
     # if `chains`: the default tree
     tree: str | None = None
-    # whether the rule reads deeper drafts, so that every step must draw independent drafts
-    # (docs/algorithms.md, section 8.1)
+    # whether the rule reads deeper drafts, so that every step must draw independent drafts, or
+    # couple them with what the rule leaves (docs/algorithms.md, sections 8.1 and 8.8)
     needs_fresh_drafts: bool = False
 
     # `residual: official` of a probability rule: after a rejection p loses this fraction of q.
@@ -94,6 +94,11 @@ class Rule:
     def lossless(self) -> bool:
         """Whether the tokens keep the target's distribution: the rule is not relaxed."""
         return self.function is None
+
+    @property
+    def gives_visit_probability(self) -> bool:
+        """Whether its verdict has the visit probabilities that coupled drafts then need."""
+        return self.accept_tree == _ACCEPT_TRAVERSAL
 
     @property
     def greedy_rule(self) -> str:

@@ -72,6 +72,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "top_k": 30,
     },
     "above, gumbel": {"mode": "sjd", "window": 9, "initial": "above", "coupling": "gumbel"},
+    "block": {"mode": "block-scd", "window": 6, "initial": "row", "cfg_scale": 1.5, "top_k": 30},
     "greedy": {"mode": "sjd", "window": 4, "initial": "row", "temperature": 0.0},
     "pac": {"mode": "sjd-pac", "window": 5, "cfg_scale": 1.5, "top_k": 30},
     "pac, gumbel, above": {
@@ -89,6 +90,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "cfg_scale": 1.5,
         "top_k": 30,
     },
+    "hybrid, block": {"mode": "hybrid", "window": 5, "rule": "block", "cfg_scale": 1.5},
+    "pac, traversal": {"mode": "sjd-pac", "window": 5, "branching": 1, "rule": "traversal"},
     "hybrid, gumbel": {
         "mode": "hybrid",
         "window": 5,
@@ -98,7 +101,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     },
 }
 EVERY_TIME = [("ar", 1), ("static", 1), ("dynamic", 3), ("greedy", 3), ("gsd", 3)]
-EVERY_TIME += [(cell, 3) for cell in ("left, maximal", "pac, gumbel, above", "hybrid")]
+EVERY_TIME += [(cell, 3) for cell in ("left, maximal", "block", "pac, gumbel, above", "hybrid")]
 # each compiles for some seconds
 CAPTURED = [(cell, 3) for cell in WINDOWS if (cell, 3) not in EVERY_TIME]
 PROGRAMS = CELLS | WINDOWS

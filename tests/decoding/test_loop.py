@@ -43,12 +43,17 @@ WINDOWS: list[dict[str, Any]] = [
     {"mode": "sjd", "window": 4, "coupling": "maximal", "temperature": 0.9, "top_k": 2},
     {"mode": "sjd", "window": 4, "coupling": "gumbel"},
     {"mode": "sjd", "window": 3, "rule": "block"},
+    {"mode": "block-scd", "window": 4},
+    {"mode": "block-scd", "window": 8, "initial": "row"},
+    {"mode": "block-scd", "window": 4, "initial": "left", "temperature": 0.9, "top_k": 2},
     {"mode": "sjd-pac", "window": 4},
     {"mode": "sjd-pac", "window": 4, "coupling": "none", "initial": "left"},
     {"mode": "sjd-pac", "window": 8, "coupling": "gumbel", "candidates": 2},
     {"mode": "sjd-pac", "window": 3, "branching": 9, "temperature": 0.9, "top_k": 2},
     {"mode": "sjd-pac", "window": 1},
+    {"mode": "sjd-pac", "window": 4, "branching": 1, "candidates": 2, "rule": "traversal"},
     {"mode": "hybrid", "window": 4},
+    {"mode": "hybrid", "window": 4, "rule": "block"},
     {"mode": "hybrid", "window": 8, "drafted": 3, "coupling": "gumbel"},
     {"mode": "hybrid", "window": 3, "drafted": 9, "coupling": "none", "rule": "block"},
     {
@@ -117,10 +122,16 @@ def images_of(
 
 
 def g_test(
-    decoding: Decoding, images: int, mistake: Mistake | None = None, spread: float = 1.0
+    decoding: Decoding,
+    images: int,
+    mistake: Mistake | None = None,
+    spread: float = 1.0,
+    *,
+    vocabulary: int = VOCABULARY,
+    seed: int = 2,
 ) -> float:
     """The p-value of the joint distribution of all tokens of an image."""
-    model = CodedModel(VOCABULARY, LENGTH, seed=2)
+    model = CodedModel(vocabulary, LENGTH, seed)
     model.p *= spread
     tokens = torch.stack(
         [
@@ -134,7 +145,7 @@ def g_test(
         ),
         LENGTH,
     ).numpy()
-    place = (tokens * VOCABULARY ** torch.arange(LENGTH - 1, -1, -1)).sum(dim=1)
+    place = (tokens * vocabulary ** torch.arange(LENGTH - 1, -1, -1)).sum(dim=1)
     observed = np.bincount(place.numpy(), minlength=len(distribution))
     possible = distribution > 0
     if observed[~possible].any():

@@ -337,7 +337,14 @@ def drafting_mistakes(decoding: Decoding) -> list[Mistake]:
         mistakes.append(Mistake("verified with the drafter's q", make=DrafterQ))
     if not is_hybrid and coupling == "none":
         mistakes.append(Mistake("draft kept, with the new q", make=_KeptDraft))
-    if not is_hybrid and coupling == "maximal":
+    looks_ahead = decoding.rule_row.gives_visit_probability
+    if coupling == "maximal" and looks_ahead:
+        base = HybridDrafting if is_hybrid else JacobiDrafting
+        mistakes += [
+            Mistake(name, make=type(f"_{how.__name__}", (_Shown, base), {"how": staticmethod(how)}))
+            for name, how in SHOWN.items()
+        ]
+    if not is_hybrid and coupling == "maximal" and not looks_ahead:
         mistakes.append(_uniform_number_used_again())
     if not is_hybrid and coupling == "gumbel":
         mistakes.append(Mistake("noise kept by place in the window", make=_SlotNoise))
@@ -396,6 +403,31 @@ class DrafterQ(HybridDrafting):
         super().draft(inputs._replace(proposer=listener))
         for depth, q in enumerate(answers):
             self._q[:, depth] = q[:, 0]
+
+
+class _Shown(JacobiDrafting):
+    """Drafts behind a block walk are coupled as if it had had other visit probabilities."""
+
+    how: Callable[[Tensor], Tensor | None]
+
+    def after_step(self, step: LastStep) -> None:
+        assert step.visit_probability is not None
+        super().after_step(step._replace(visit_probability=self.how(step.visit_probability)))
+
+
+def _none(_probability: Tensor) -> None:
+    return None
+
+
+def _of_the_node_above(probability: Tensor) -> Tensor:
+    return torch.cat([probability[:, :1], probability[:, :-1]], dim=1)
+
+
+SHOWN: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "coupled as if block had read no drafts": _none,
+    "visit probability of 1": torch.ones_like,
+    "visit probability of the node above": _of_the_node_above,
+}
 
 
 class _KeptDraft(_Remembering):

@@ -70,6 +70,8 @@ class Acceptance:
     residual: Tensor
     # bool [N], nodes whose residual is lost to rounding: their own p replaces it
     exhausted: Tensor
+    # [N] w of each node, of rules whose decision on a node depends on the drafts below it
+    visit_probability: Tensor | None = None
 
     def bonus_distribution(self, rows: Tensor, p: Tensor) -> Tensor:
         """Return what the bonus token is drawn from [n, V].

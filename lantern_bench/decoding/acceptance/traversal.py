@@ -6,6 +6,9 @@ docs/algorithms.md, section 8.5). More drafts are accepted than one by one. On a
 verification (arXiv 2403.10444, algorithm 2; section 3.1), whose paper proves that no lossless rule
 accepts more of one chain on average. Neither needs a further forward. `reference.py` has the
 traversal of one tree, node by node.
+
+Where a walk ends depends on the drafts below its end. `distribution_behind` is the distribution
+that these drafts then have.
 """
 
 from __future__ import annotations
@@ -28,6 +31,23 @@ def visit_probability_after(probability: Tensor, residual_sum: Tensor) -> Tensor
     spare = residual_sum + (1.0 - probability)
     # Without spare mass it is 1, as at the root: where p is q, nothing is owed.
     return torch.where(spare > 0, residual_sum / spare, 1.0)
+
+
+def distribution_behind(p: Tensor, q: Tensor, visit_probability: Tensor) -> Tensor:
+    """Return the distribution of drafts behind the end of a walk, given this end [..., V].
+
+    It is normalize(max(q - w p, 0)): where w p is small, the walk more often ends before the draft
+    (docs/algorithms.md, section 8.8).
+
+    Args:
+        p: The target's distributions at the parents of the drafts, [..., V].
+        q: The distributions that the drafts were drawn from, [..., V].
+        visit_probability: w of the parents, [...].
+    """
+    rest = (q - visit_probability.unsqueeze(-1) * p).clamp_min(0.0)
+    rest_sum = rest.sum(dim=-1, keepdim=True)
+    # Nothing is left only where w is 1 and p is q. No walk ends before the drafts there.
+    return torch.where(rest_sum > 0, rest / rest_sum, q)
 
 
 def accept_traversal(children: Children, rule: ConfiguredRule) -> Acceptance:
@@ -72,6 +92,8 @@ def accept_traversal(children: Children, rule: ConfiguredRule) -> Acceptance:
             offered=offered[slots],
         )
 
+    visit_probability = visit[layout.nodes].flatten()
+
     # 2. From the leaves up: the probability that the visit ends inside each child.
     for _ in range(layout.levels):
         visit[layout.nodes] = _ends_behind(ends_here, visit[layout.children])[-1]
@@ -85,6 +107,7 @@ def accept_traversal(children: Children, rule: ConfiguredRule) -> Acceptance:
         neighbour_mass=torch.zeros_like(accept),
         residual=p.view(len(accept), -1),
         exhausted=residual_sum.flatten() <= 0,
+        visit_probability=visit_probability,
     )
 
 

@@ -37,6 +37,8 @@ class Verdict:
     neighbour_mass_tried: Tensor
     # the distribution of the bonus token (greedy: p of the last accepted node), float32 [B, V]
     next_probs: Tensor
+    # w of each node [B, M], of rules whose decision on a node depends on the drafts below it
+    visit_probability: Tensor | None = None
 
 
 def verify(
@@ -76,6 +78,9 @@ def verify(
         tree=tree, offered=offered, acceptance=acceptance, target_probs=target_probs, end=end
     )
     mass_tried = torch.where(rank <= first_hit, acceptance.neighbour_mass, 0.0)
+    visit_probability = acceptance.visit_probability
+    if visit_probability is not None:
+        visit_probability = tree.by_node(visit_probability)
     return verdict_of(
         tree,
         offered,
@@ -83,6 +88,7 @@ def verify(
         mass_tried=tree.by_node(mass_tried),
         next_probs=next_probs,
         bonus=sample(next_probs, noise),
+        visit_probability=visit_probability,
     )
 
 
@@ -237,6 +243,7 @@ def verdict_of(
     mass_tried: Tensor,
     next_probs: Tensor,
     bonus: Tensor,
+    visit_probability: Tensor | None = None,
 ) -> Verdict:
     """Return the verdict on a path.
 
@@ -247,6 +254,7 @@ def verdict_of(
         mass_tried: m(x) of the children tried, [B, M, C].
         next_probs: The distribution of the bonus token, [B, V].
         bonus: The bonus token, int64 [B].
+        visit_probability: As in `Verdict`.
     """
     parents = path[:, :-1]
     drafts = path[:, 1:]
@@ -275,6 +283,7 @@ def verdict_of(
         neighbour_mass=accepted_mass.sum(dim=1),
         neighbour_mass_tried=mass.sum(dim=(1, 2)),
         next_probs=next_probs,
+        visit_probability=visit_probability,
     )
 
 

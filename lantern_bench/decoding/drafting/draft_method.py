@@ -80,6 +80,8 @@ class LastStep(NamedTuple):
     tokens: Tensor
     # tokens committed with this step, int64 [B]
     position: Tensor
+    # as in `Verdict`
+    visit_probability: Tensor | None = None
 
 
 class DraftMethod:

@@ -2,7 +2,7 @@
 
 The distribution that the target computed for a position in one step is the q of the next step's
 draft there. Such a distribution [V] is called a row. SJD: arXiv 2410.01699, SCD: arXiv 2510.24211;
-docs/algorithms.md, sections 8.1, 8.2 and 8.7.
+docs/algorithms.md, sections 8.1, 8.2, 8.7 and 8.8.
 
 Why this is lossless:
 
@@ -10,6 +10,8 @@ Why this is lossless:
    verification is right for any row.
 2. A row depends only on tokens before its position, never on the draft itself.
 3. Coupling draws a draft given the last one, such that its marginal distribution is still the row.
+   After a rule that reads deeper drafts, the last one is no longer distributed as its row, and
+   coupling starts from the distribution that it then has.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.acceptance.traversal import distribution_behind
 from lantern_bench.decoding.drafting.draft_method import DraftInputs, DraftMethod, LastStep
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import sample
@@ -97,7 +100,7 @@ class JacobiDrafting(DraftMethod):
             # the distributions of the next drafts given the last ones, [B, W, V]
             self._coupled_q = torch.zeros_like(self._q)
         if self._coupling == "maximal" and self.reads_last_drafts:
-            # the drafts of the last step, [B, W], and their rows
+            # the drafts of the last step, [B, W], and their distributions after it
             self._last_drafts = self._committed.new_zeros(batch, window)
             self._last_q = torch.zeros_like(self._q)
         if self._coupling == "gumbel":
@@ -122,11 +125,16 @@ class JacobiDrafting(DraftMethod):
         reused = self._shifted(committed, self.depth)
         if self._coupling == "maximal":
             drafts = self._main_drafts()
-            coupled = couple(step.p[:, :-1], self._q, drafts)
+            p = step.p[:, :-1]
+            last_q = self._q
+            if step.visit_probability is not None:
+                # The rule has read the drafts behind the last accepted one.
+                last_q = distribution_behind(p, self._q, step.visit_probability[:, :-1])
+            coupled = couple(p, last_q, drafts)
             self._coupled_q.copy_(torch.cat([coupled, step.p[:, -1:]], dim=1)[reused])
             if self.reads_last_drafts:
                 shifted = self._shifted(committed, self.depth - 1)
-                self._last_q.copy_(self._q[shifted])
+                self._last_q.copy_(last_q[shifted])
                 self._last_drafts.copy_(drafts[shifted])
         self._q.copy_(step.p[reused])
         self._committed.copy_(committed)

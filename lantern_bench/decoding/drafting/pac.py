@@ -66,7 +66,12 @@ class PacDrafting(JacobiDrafting):
     def after_step(self, step: LastStep) -> None:
         """Reuse the p of the first candidates below the last accepted node, then of the chain."""
         images = index_along(step.path)[:, None]
-        super().after_step(step._replace(p=step.p[images, self._reused(step)]))
+        reused = self._reused(step)
+        visit_probability = step.visit_probability
+        if visit_probability is not None:
+            visit_probability = visit_probability[images, reused]
+        along = step._replace(p=step.p[images, reused], visit_probability=visit_probability)
+        super().after_step(along)
 
     def draft(self, inputs: DraftInputs) -> None:
         """Draft the first candidates as Jacobi drafting does, then their siblings."""

@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import HybridDrafting
 from tests.decoding.drafting.test_jacobi import (
+    BLOCK,
+    BLOCK_SIZES,
     SIZES,
     Exact,
     Particles,
     _double,  # noqa: F401  # a fixture
 )
-from tests.helpers.mistakes import DrafterQ
+from tests.helpers.mistakes import SHOWN, DrafterQ, drafting_mistakes
 from tests.helpers.tabular import Setting, Tabular
 
 
@@ -91,11 +94,16 @@ class BelievedDrafter(WithTable, DrafterQ):
 
 class ExactHybrid(Exact):
     def __init__(
-        self, size: tuple[int, int, int], values: dict[str, Any], seed: int, kind: Any = WithTable
+        self,
+        size: tuple[int, int, int],
+        values: dict[str, Any],
+        seed: int,
+        kind: Any = WithTable,
+        rule: ConfiguredRule | None = None,
     ) -> None:
         model = Tabular(size[0], Setting(), seed)
         self.table_kind: Any = type(kind.__name__, (kind,), {"model": model})
-        super().__init__(size, {"mode": "hybrid", **values}, seed, self.table_kind)
+        super().__init__(size, {"mode": "hybrid", **values}, seed, self.table_kind, rule)
         self.model = model
 
     def trimmed(self, particles: Particles) -> Particles:
@@ -120,6 +128,42 @@ def test_enumerated_images_follow_the_target(size: str, values: dict[str, Any]) 
         error = ExactHybrid(SIZES[size], values, seed).error()
         print(f"{size} {values}: TV {error:.1e}")
         assert error < 1e-12
+
+
+BLOCK_CASES = [
+    ("v2", {}),
+    ("v2", {"initial": "uniform"}),
+    ("v2", {"initial": "left", "drafted": 1, "drafter_weight": 0.25}),
+    ("v3", {}),
+]
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize(("size", "values"), BLOCK_CASES, ids=str)
+def test_enumerated_block_walks_follow_the_target(size: str, values: dict[str, Any]) -> None:
+    for seed in (1, 2):
+        error = ExactHybrid(BLOCK_SIZES[size], values, seed, rule=BLOCK).error()
+        print(f"block {size} {values}: TV {error:.1e}")
+        assert error < 1e-12
+
+
+BROKEN_BLOCK: dict[str, Any] = {
+    mistake.name: mistake.make
+    for mistake in drafting_mistakes(hybrid_decoding(rule="block"))
+    if mistake.name in SHOWN
+}
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("mistake", BROKEN_BLOCK)
+def test_enumeration_sees_mistakes_of_block_walks(mistake: str) -> None:
+    kind = type("Broken", (BROKEN_BLOCK[mistake], WithTable), {})
+    errors = [
+        ExactHybrid(BLOCK_SIZES["v2"], {}, seed, kind=kind, rule=BLOCK).error()
+        for seed in (1, 2, 3)
+    ]
+    print(f"block, {mistake}: TV {errors}")
+    assert min(errors) > 0.002
 
 
 @pytest.mark.usefixtures("_double")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -19,19 +20,25 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding, ParameterError
+from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
+from lantern_bench.decoding.acceptance.traversal import distribution_behind
+from lantern_bench.decoding.acceptance.verify import accept_drafts, verify
 from lantern_bench.decoding.drafting import jacobi
 from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
 from lantern_bench.decoding.protocol import Target
-from lantern_bench.decoding.tree import DraftTree
-from tests.helpers.mistakes import strict_without_residual
-from tests.helpers.rules import broken
+from lantern_bench.decoding.tree import DraftTree, chain
+from lantern_bench.methods.catalog import RULES
+from lantern_bench.methods.rules import tree_rule
+from tests.helpers.mistakes import drafting_mistakes, strict_without_residual
+from tests.helpers.rules import STRICT, broken
 from tests.helpers.tabular import Prefix, Setting, Tabular, verify_step
 from tests.models.families.test_forced_tokens import CODES, LINE
 from tests.models.families.test_forced_tokens import Model as Lined
 
 WITHOUT_RESIDUAL = broken("without residual", strict_without_residual)
+BLOCK = ConfiguredRule(RULES["block"])
 COUPLINGS = ("none", "maximal", "gumbel")
 INITIALS = ("uniform", "left", "above", "row")
 SIZES = {"v2": (2, 5, 4), "v3": (3, 4, 2)}
@@ -286,6 +293,14 @@ class Exact:
         before = self.state_of(drafting)
         position = committed + accepted + 1
         nodes = nodes.expand(len(path), -1)
+        verdict = verify(
+            tree=tree,
+            target_probs=p,
+            rule=self.rule or STRICT,
+            uniforms=torch.ones_like(tree.children, dtype=p.dtype),
+            noise=torch.ones_like(p[:, 0]),
+            depth_limit=torch.full((len(p),), min(self.window, self.length - 1 - committed)),
+        )
         drafting.after_step(
             LastStep(
                 p=p,
@@ -293,6 +308,7 @@ class Exact:
                 accepted=accepted,
                 tokens=path,
                 position=position,
+                visit_probability=verdict.visit_probability,
             )
         )
         after = self.state_of(drafting)
@@ -428,6 +444,117 @@ def test_enumerated_images_with_filters_follow_the_target(coupling: str) -> None
     assert Exact((3, 4, 3), {"coupling": coupling}, setting=setting).error() < 1e-12
 
 
+# ---- block verification of coupled drafts (docs/algorithms.md, section 8.8)
+
+BLOCK_SIZES = {"v2": (2, 5, 4), "v3": (3, 4, 3)}
+"""Vocabulary, tokens of an image, window: some mistakes need a window of 3."""
+FILTERS = Setting(temperature=0.9, top_k=2, cfg_scale=1.5)
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("initial", INITIALS)
+@pytest.mark.parametrize("size", BLOCK_SIZES)
+def test_enumerated_block_walks_over_coupled_drafts_follow_the_target(
+    size: str, initial: str
+) -> None:
+    for seed in (1, 2):
+        values = {"coupling": "maximal", "initial": initial}
+        error = Exact(BLOCK_SIZES[size], values, seed, rule=BLOCK).error()
+        print(f"block {size} {initial}: TV {error:.1e}")
+        assert error < 1e-12
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("initial", ["uniform", "row"])
+def test_enumerated_block_walks_with_filters_follow_the_target(initial: str) -> None:
+    values = {"coupling": "maximal", "initial": initial}
+    assert Exact((3, 4, 3), values, rule=BLOCK, setting=FILTERS).error() < 1e-12
+
+
+class KeptOldQ(JacobiDrafting):
+    """A draft that stays is verified with the row of the step before."""
+
+    reads_last_drafts = True
+
+    def after_step(self, step: LastStep) -> None:
+        old = self._q[self._shifted(step.accepted + 1, self.depth - 1)]
+        super().after_step(step)
+        self._last_q.copy_(old)
+
+    def draft(self, inputs: DraftInputs) -> None:
+        super().draft(inputs)
+        is_old = self._offsets[:-1] + self._committed[:, None] < self.depth
+        stays = is_old & (self.tree.tokens[:, 1:] == self._last_drafts)
+        self._q.copy_(torch.where(stays[:, :, None], self._last_q, self._q))
+
+
+BROKEN_BLOCK: dict[str, Any] = {
+    mistake.name: mistake.make
+    for mistake in drafting_mistakes(jacobi_decoding(rule="block", coupling="maximal"))
+}
+BROKEN_BLOCK["old q kept with a draft"] = KeptOldQ
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("mistake", BROKEN_BLOCK)
+def test_enumeration_sees_mistakes_of_block_walks_over_coupled_drafts(mistake: str) -> None:
+    errors = [
+        Exact(
+            size=BLOCK_SIZES["v2"],
+            values={"coupling": "maximal"},
+            seed=seed,
+            drafting=BROKEN_BLOCK[mistake],
+            rule=BLOCK,
+        ).error()
+        for seed in (1, 2, 3)
+    ]
+    print(f"block, {mistake}: TV {errors}")
+    assert min(errors) > 0.002
+
+
+def strict_ahead(children: Children, rule: ConfiguredRule) -> Acceptance:
+    """The strict rule, as another package might write it for whole trees."""
+    return accept_children(children, replace(rule, row=RULES["strict"]))
+
+
+@pytest.mark.usefixtures("_double")
+def test_walks_of_other_tree_rules_are_coupled_with_the_rows() -> None:
+    """Only a walk of `accept_traversal` leaves what it leaves."""
+    rule = broken("strict ahead", strict_ahead)
+    assert Exact(BLOCK_SIZES["v2"], {"coupling": "maximal"}, rule=rule).error() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("law_of_drafts", "wanted"),
+    [(distribution_behind, 1 / 2), (lambda _p, q, _w: q, 7 / 12)],
+    ids=["what block leaves", "rows"],
+)
+def test_the_smallest_counterexample_of_coupling_with_the_rows(
+    law_of_drafts: Any, wanted: float
+) -> None:
+    """p is (0.5, 0.5) everywhere; the drafts come from (0.75, 0.25) and (0.25, 0.75).
+
+    Asked for is P(1 after 1). The next step's row for the second draft is p, so it always accepts.
+    """
+    p = torch.full((4, 3, 2), 0.5, dtype=torch.float64)
+    q = torch.tensor([[0.75, 0.25], [0.25, 0.75]], dtype=torch.float64).expand(4, -1, -1)
+    tokens = torch.tensor([[0, *drafts] for drafts in product((0, 1), repeat=2)])
+    tree = chain(2).draft(tokens, q)
+    chances = q.gather(2, tokens[:, 1:, None]).squeeze(2).prod(dim=1)
+    (none, one, both), _, _, after = verify_step(tree, p, rule=BLOCK)
+    w = accept_drafts(tree, p, BLOCK)[1].visit_probability
+    assert w is not None
+    last_q = law_of_drafts(p[:, 1], q[:, 1], tree.by_node(w)[:, 1])
+    redrawn = couple(p[:, 1], last_q, tokens[:, 2])
+
+    first_is_1 = tokens[:, 1] == 1
+    emits_1 = none * after[0, :, 1] + (one + both) * first_is_1
+    emits_11 = none * after[0, :, 1] * redrawn[:, 1]
+    emits_11 += first_is_1 * (one * after[1, :, 1] + both * (tokens[:, 2] == 1))
+    answer = float((chances * emits_11).sum() / (chances * emits_1).sum())
+    assert answer == pytest.approx(wanted)
+
+
 class KeptDraft(JacobiDrafting):
     """Drafts that are never redrawn, verified with the new rows."""
 
@@ -527,6 +654,18 @@ def test_fresh_drafts_are_forced_tokens_exactly_where_these_belong(initial: str)
 
 def test_rules_that_look_ahead_are_refused_with_coupled_drafts() -> None:
     assert jacobi_decoding(rule="block").rule == "block"
-    with pytest.raises(ParameterError, match="the drafting jacobi w16-maximal does not give"):
+    assert jacobi_decoding(rule="block", coupling="maximal").rule == "block"
+    refused = "jacobi w16-gumbel does not give. Use coupling: maximal, or rule: strict"
+    with pytest.raises(ParameterError, match=refused):
+        jacobi_decoding(rule="block", coupling="gumbel")
+    with pytest.raises(ParameterError, match=r"hybrid w16d2-row-gumbel does not give\. Use"):
+        Decoding("hybrid", rule="traversal", coupling="gumbel")
+    assert jacobi_decoding(rule="block", coupling="gumbel", temperature=0).rule == "strict"
+
+
+def test_a_tree_rule_that_leaves_something_else_is_refused_with_coupled_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(RULES, "block", tree_rule("block", chains=True)(strict_ahead))
+    with pytest.raises(ParameterError, match=r"w16-maximal does not give\. Use rule: strict"):
         jacobi_decoding(rule="block", coupling="maximal")
-    assert jacobi_decoding(rule="block", coupling="maximal", temperature=0).rule == "strict"

@@ -16,7 +16,7 @@ from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
 from tests.decoding.test_engine import Small, decoded
 from tests.decoding.test_loop import LENGTH, VOCABULARY, g_test, images_of, named
-from tests.helpers.mistakes import drafting_mistakes
+from tests.helpers.mistakes import SHOWN, drafting_mistakes
 
 WINDOW = 4
 
@@ -31,6 +31,12 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+BLOCK: list[dict[str, Any]] = [
+    {"mode": "block-scd", "window": WINDOW},
+    {"mode": "hybrid", "window": WINDOW, "rule": "block"},
+]
+
+
 @pytest.mark.parametrize(("values", "name"), BROKEN, ids=str)
 def test_the_loop_sees_what_is_broken(values: dict[str, Any], name: str) -> None:
     decoding = Decoding(**values)
@@ -38,6 +44,18 @@ def test_the_loop_sees_what_is_broken(values: dict[str, Any], name: str) -> None
     p = g_test(decoding, 30_000, mistake, spread=1.5)
     print(f"broken, {name}: p = {p:.1e}")
     assert p < 1e-6
+
+
+@pytest.mark.parametrize("name", ["", *SHOWN])
+@pytest.mark.parametrize("values", BLOCK, ids=str)
+def test_the_loop_sees_what_is_broken_behind_block_walks(values: dict[str, Any], name: str) -> None:
+    """On two tokens, because these mistakes are small with three."""
+    decoding = Decoding(**values)
+    found = [mistake for mistake in drafting_mistakes(decoding) if mistake.name == name]
+    p = g_test(decoding, 30_000, found[0] if found else None, vocabulary=2, seed=3)
+    print(f"{values}, {name or 'nothing'} broken: p = {p:.1e}")
+    assert (p < 1e-6) == bool(name)
+    assert p > 1e-3 or name
 
 
 def test_mistakes_that_cannot_be_made_are_left_out() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding, ParameterError
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.verify import accept_drafts, verify
 from lantern_bench.decoding.drafting import pac
 from lantern_bench.decoding.drafting.draft_method import (
@@ -27,6 +28,7 @@ from lantern_bench.decoding.drafting.draft_method import (
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
 from lantern_bench.decoding.drafting.pac import PacDrafting
 from lantern_bench.decoding.tree import DraftTree
+from lantern_bench.methods.catalog import RULES
 from tests.decoding.drafting.test_jacobi import (
     WITHOUT_RESIDUAL,
     Exact,
@@ -35,6 +37,8 @@ from tests.decoding.drafting.test_jacobi import (
     load,
 )
 from tests.helpers.rules import STRICT
+
+TRAVERSAL = ConfiguredRule(RULES["traversal"])
 
 
 def pac_decoding(**values: Any) -> Decoding:
@@ -149,6 +153,54 @@ def test_enumerated_images_follow_the_target(
         error = ExactPac(size=size, values=VALUES | ways, seed=seed, drafting=PacDrafting).error()
         print(f"{size} {ways}: TV {error:.1e}")
         assert error < 1e-12
+
+
+BLOCK_WAYS: list[dict[str, Any]] = [
+    {"initial": "uniform"},
+    {"initial": "row"},
+    {"initial": "left"},
+    {"initial": "uniform", "coupling": "none"},
+]
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("ways", BLOCK_WAYS, ids=lambda ways: "-".join(map(str, ways.values())))
+@pytest.mark.parametrize("size", [(2, 5, 3), (3, 4, 3)], ids=["v2", "v3"])
+def test_enumerated_traversal_with_siblings_at_the_root_follows_the_target(
+    size: tuple[int, int, int], ways: dict[str, Any]
+) -> None:
+    values = VALUES | {"coupling": "maximal", "branching": 1} | ways
+    for seed in (1, 2):
+        error = ExactPac(size, values, seed, PacDrafting, TRAVERSAL).error()
+        print(f"traversal {size} {ways}: TV {error:.1e}")
+        assert error < 1e-12
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("coupling", ["none", "maximal"])
+def test_enumeration_rejects_traversal_with_deeper_siblings(coupling: str) -> None:
+    """Which is refused: the siblings of a depth are the same below all nodes."""
+    values = VALUES | {"coupling": coupling}
+    errors = [ExactPac((2, 5, 3), values, seed, PacDrafting, TRAVERSAL).error() for seed in (1, 2)]
+    print(f"traversal, deeper siblings, coupling {coupling}: TV {errors}")
+    assert min(errors) > 0.002
+
+
+class CoupledToRows(PacDrafting):
+    """Drafts behind a traversal are coupled as if it had not read them."""
+
+    def after_step(self, step: LastStep) -> None:
+        super().after_step(step._replace(visit_probability=None))
+
+
+@pytest.mark.usefixtures("_double")
+def test_enumeration_rejects_traversal_that_is_coupled_with_the_rows() -> None:
+    values = VALUES | {"coupling": "maximal", "branching": 1}
+    errors = [
+        ExactPac((2, 5, 4), values, seed, CoupledToRows, TRAVERSAL).error() for seed in (1, 2)
+    ]
+    print(f"traversal, coupled with the rows: TV {errors}")
+    assert min(errors) > 0.002
 
 
 @pytest.mark.usefixtures("_double")
@@ -320,8 +372,15 @@ def test_ids_name_what_is_not_the_default() -> None:
 
 @pytest.mark.usefixtures("published_forms")
 def test_rules_that_look_ahead_and_forms_without_a_difference_are_refused() -> None:
-    with pytest.raises(ParameterError, match="the drafting pac w16x3x2 does not give"):
-        pac_decoding(rule="traversal", coupling="none")
+    refused = "pac w16x3x2.* does not give. Use coupling: maximal and branching: 1, or rule: strict"
+    for coupling in ("none", "maximal"):
+        with pytest.raises(ParameterError, match=refused):
+            pac_decoding(rule="traversal", coupling=coupling)
+    with pytest.raises(ParameterError, match="pac w16x3x1-gumbel does not give"):
+        pac_decoding(rule="traversal", coupling="gumbel", branching=1)
+    for coupling in ("none", "maximal"):
+        decoding = pac_decoding(rule="traversal", coupling=coupling, branching=1)
+        assert decoding.rule == "traversal"
     with pytest.raises(ParameterError, match="needs a chain of sampled drafts"):
         pac_decoding(rule="block")
     with pytest.raises(

@@ -24,6 +24,7 @@ SCD = replace(
     about="as SCD's authors coded it, not lossless",
     defaults={"window": 16, "coupling": "maximal"},
     lossless=False,
+    lookahead={},
     problem=problem,
     legend="SCD, published",
 )
@@ -33,6 +34,7 @@ SJD_PAC = replace(
     make="published_forms.draftings:PublishedSjdPac",
     about="as SJD-PAC's authors coded it, not lossless",
     lossless=False,
+    lookahead={},
     problem=problem,
     legend="SJD-PAC, published",
 )
