@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -344,6 +344,7 @@ def recommend(
     *,
     max_distance: float | None = None,
     within: tuple[str, float] | None = None,
+    across: Collection[str] = (),
 ) -> pd.DataFrame:
     """Find the fastest cell that keeps a quality, as `lantern-bench recommend` does.
 
@@ -352,20 +353,25 @@ def recommend(
         quality_run: The run that measured the quality, by default the same.
         max_distance: The largest acceptable distance from the target, by default 0.01.
         within: Instead of a distance: the name of a score, and how much worse than ar it may be.
+        across: What may differ between the two runs: weights, protocol.
 
     Returns:
         The cells, fastest first, with a verdict on the condition.
 
     Raises:
         UserError: The condition is not one of the two, or a run is unknown.
-        RefusedError: A run has neither records nor tables.
+        RefusedError: A run has neither records nor tables, or the runs are of different models.
     """
-    from lantern_bench.analysis.recommend import condition_of, recommendation
+    from lantern_bench.analysis.recommend import condition_of, joined_notes, recommendation
 
     condition = condition_of(max_distance, within)
-    speed = load_run(_folder(run)).tables
-    quality = speed if quality_run is None else load_run(_folder(quality_run)).tables
-    return recommendation(speed, quality, condition)
+    timed = load_run(_folder(run))
+    scored = timed
+    notes: list[str] = []
+    if quality_run is not None:
+        scored = load_run(_folder(quality_run))
+        notes = joined_notes(timed._data, scored._data, across)
+    return recommendation(timed.tables, scored.tables, condition, notes=notes)
 
 
 def score(

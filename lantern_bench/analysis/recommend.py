@@ -7,15 +7,18 @@ nothing, whereas a test that finds no difference passes because of too few image
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import pandas as pd
 
+from lantern_bench.analysis.cells import join_notes
+from lantern_bench.analysis.compare import check_comparability, differences
 from lantern_bench.analysis.statistics import Interval, settle
 from lantern_bench.analysis.tables import SPEEDUPS, one_row_per_cell
 from lantern_bench.methods.catalog import METRICS, PAIRED
 from lantern_bench.storage.records import rows_of
+from lantern_bench.storage.run_directory import RunData
 from lantern_bench.storage.schema import ENDS, Row, frame
 from lantern_bench.utils.errors import RefusedError, UserError
 
@@ -29,8 +32,10 @@ KEEPS = "keeps"
 BREAKS = "breaks"
 LOSSLESS = "lossless"
 
-_COPIED = ["model", "cell_id", "images", "note"]
-for _name in SPEEDUPS:
+_MISS = 0.025  # probability that an interval of a figure beyond the limit keeps the limit
+
+_COPIED = ["model", "cell_id", "images", "impossible"]
+for _name in (*SPEEDUPS, "distance"):
     _COPIED += [f"{_name}{_end}" for _end in ENDS]
 
 
@@ -74,24 +79,56 @@ def condition_of(max_distance: float | None, within: tuple[str, float] | None) -
     return Condition(quantity=quantity, low=-math.inf, high=margin)
 
 
+def joined_notes(timed: RunData, scored: RunData, across: Collection[str] = ()) -> list[str]:
+    """Check that the speed of one run and the quality of another describe the same models.
+
+    Seconds are taken from one run only, so the machines may differ.
+
+    Args:
+        timed: The run with the speed.
+        scored: The run with the quality.
+        across: Further kinds of difference that are allowed, as in `check_comparability`.
+
+    Returns:
+        The differences that are allowed, as notes.
+
+    Raises:
+        RefusedError: The runs differ in a kind that is not allowed.
+    """
+    unlike = differences(timed, scored)
+    check_comparability(unlike, {*across, "machine"})
+    return [
+        f"speed and quality are of two runs, which differ in {difference}"
+        for difference in unlike
+        if difference.kind != "machine"
+    ]
+
+
 def recommendation(
-    speed: Mapping[str, pd.DataFrame], quality: Mapping[str, pd.DataFrame], condition: Condition
+    speed: Mapping[str, pd.DataFrame],
+    quality: Mapping[str, pd.DataFrame],
+    condition: Condition,
+    *,
+    notes: Sequence[str] = (),
 ) -> pd.DataFrame:
     """Return the table `recommendation`.
 
-    For each sampling, from the fastest cell on: the cells that are not settled, the first cell that
-    keeps the condition, and the fastest lossless cell.
+    For each sampling, from the fastest cell on: the cells that are not settled, cells with tokens
+    that the target cannot give, the first cell that keeps the condition, and the fastest lossless
+    cell.
 
     Args:
         speed: Tables of the run with speedups.
         quality: Tables of the run with the figure; may be the same run. Runs are joined by cell.
         condition: The condition.
+        notes: Notes of every row.
 
     Raises:
         RefusedError: No cell has a speedup, or none has the figure.
     """
     cells = speed["speed"].dropna(subset="speedup")
     ends = [f"{condition.quantity}{end}" for end in ENDS]
+    of_tokens = ["impossible", *(f"distance{end}" for end in ENDS)]
     figures = one_row_per_cell(quality)
     if cells.empty or figures[condition.quantity].isna().all():
         missing = "a speedup" if cells.empty else condition.quantity
@@ -104,35 +141,69 @@ def recommendation(
     figures["images"] = scored.where(scored > 0, figures["images"])
 
     joined = cells.drop(columns="images").merge(
-        figures[["model", "cell_id", "images", *ends]], "left"
+        figures[["model", "cell_id", "images", *dict.fromkeys([*ends, *of_tokens])]], "left"
     )
     ordered = joined.sort_values("speedup", ascending=False, kind="stable")
     rows: list[Row] = []
     for _, group in ordered.groupby(["model", "lossless_cell"], dropna=False, sort=False):
         if len(group) > 1:  # one cell leaves no choice
             rows += _recommended(rows_of(group), condition)
+    for row in rows:
+        row["note"] = join_notes([*notes, row["note"]])
     return frame("recommendation", rows)
 
 
 def _recommended(cells: Sequence[Row], condition: Condition) -> Iterator[Row]:
     """Yield the rows of cells with the same sampling, which are ordered from the fastest."""
-    is_found = False
+    tried = 0
+    found: Row | None = None
+    is_unsettled = False
     for cell in cells:
         figure = Interval.read(cell, condition.quantity)
+        notes = [cell["note"]]
         if cell["cell_id"] == cell["lossless_cell"]:
             verdict = LOSSLESS
-        elif figure.value is None or is_found:  # slower cells are of no use
+            found = found or cell
+            if found["speedup"] <= 1.0:
+                shown = " is shown to keep" if is_unsettled else " keeps"
+                notes.append(f"nothing faster than ar{shown} {condition}")
+        elif figure.value is None or found:  # slower cells are of no use
             continue
         else:
-            verdict = settle(
-                figure,
-                low=condition.low,
-                high=condition.high,
-                images=cell["images"],
-                names=(KEEPS, BREAKS),
-            )
-        if verdict == BREAKS:
-            continue
-        is_found = is_found or verdict in (KEEPS, LOSSLESS)
+            tried += 1
+            verdict = _verdict(cell, figure, condition)
+        if verdict == KEEPS:
+            found = cell
+            notes.append(_error_rate(tried))
+        elif verdict == BREAKS:
+            if not cell["impossible"]:
+                continue
+            notes.append(f"{cell['impossible']:.2%} of the tokens cannot come from the target")
+        elif verdict != LOSSLESS:
+            is_unsettled = True
         row = {name: cell[name] for name in _COPIED} | figure.columns("measured")
-        yield row | {"condition": str(condition), "verdict": verdict}
+        row |= {"condition": str(condition), "verdict": verdict, "note": join_notes(notes)}
+        yield row
+
+
+def _verdict(cell: Row, figure: Interval, condition: Condition) -> str:
+    # A token of probability 0 is infinitely far from the target, and no feature counts it.
+    if condition.quantity == "distance" and cell["impossible"]:
+        return BREAKS
+    return settle(
+        figure,
+        low=condition.low,
+        high=condition.high,
+        images=cell["images"],
+        names=(KEEPS, BREAKS),
+    )
+
+
+def _error_rate(tried: int) -> str:
+    """The probability of a wrong recommendation, over all cells that were tried before it."""
+    if tried == 1:
+        return f"1 cell tried: wrong in at most {_MISS:.1%} of repeats"
+    return (
+        f"the first of {tried} cells tried that keeps it: wrong in at most "
+        f"{min(1.0, tried * _MISS):.1%} of repeats ({_MISS:.1%} for each cell)"
+    )

@@ -262,17 +262,26 @@ def recommend(
             parser=_limit, metavar="NAME=MARGIN", help="How much worse than ar a score may be."
         ),
     ] = None,
+    across: Annotated[
+        list[str] | None, typer.Option(help="What may differ between the runs: weights, protocol.")
+    ] = None,
 ) -> None:
     """Name the fastest cell that keeps a limit on quality, and the fastest lossless cell."""
     from lantern_bench import api
+    from lantern_bench.analysis.compare import ACROSS
     from lantern_bench.analysis.recommend import condition_of
 
+    allowed = split_words(across or [])
+    for kind in allowed:
+        check_choice("--across", kind, ACROSS)
     condition = condition_of(max_distance, within)
-    table = api.recommend(run, quality_run, max_distance=max_distance, within=within)
+    table = api.recommend(
+        run, quality_run, max_distance=max_distance, within=within, across=allowed
+    )
     console.table(table, "recommendation", title=run.name)
     console.say(
-        f"The whole 95% interval has to keep {condition}; "
-        "cells that break it or have no figure are left out."
+        f"The whole 95% interval has to keep {condition}; cells that break it by the interval, or "
+        "have no figure, are left out."
     )
 
 

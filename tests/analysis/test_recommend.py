@@ -6,15 +6,22 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from lantern_bench.analysis.recommend import MAX_DISTANCE, condition_of, recommendation
+from lantern_bench.analysis.recommend import (
+    MAX_DISTANCE,
+    condition_of,
+    joined_notes,
+    recommendation,
+)
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.storage.run_directory import RunData
 from lantern_bench.utils.errors import RefusedError, UserError
-from tests.helpers.made_up_run import AR, STRICT, WALKS, build_tables, make_record
+from tests.helpers.made_up_run import AR, STRICT, WALKS, build_tables, frame_of, make_record
 
 RELAXED = [
     Decoding(
@@ -33,14 +40,17 @@ Ends = tuple[float | None, float | None, float | None]
 
 
 def run_with(
-    figures: dict[Decoding, Ends], quantity: str = "distance", cells: Any = tuple(SECONDS)
+    figures: dict[Decoding, Ends],
+    quantity: str = "distance",
+    cells: Any = tuple(SECONDS),
+    seconds: dict[Decoding, float] = SECONDS,
 ) -> dict[str, Any]:
     """The tables of a run of six images a cell, with a figure and its interval for some of the
     cells.
     """
     records = [
         make_record(
-            cell=cell, prompt=n, walks=[[]] * 6 if cell is AR else WALKS, seconds=SECONDS[cell]
+            cell=cell, prompt=n, walks=[[]] * 6 if cell is AR else WALKS, seconds=seconds[cell]
         )
         for cell, n in product(cells, range(6))
     ]
@@ -50,6 +60,21 @@ def run_with(
             tables["quality"]["cell_id"] == cell.cell_id,
             [quantity, f"{quantity}_low", f"{quantity}_high"],
         ] = ends
+    return tables
+
+
+def with_distances(tables: dict[str, Any], distances: dict[Decoding, float]) -> dict[str, Any]:
+    """The tables with distances, whose intervals reach 0.001 to either side."""
+    for cell, distance in distances.items():
+        is_cell = tables["quality"]["cell_id"] == cell.cell_id
+        ends = [distance, distance - 0.001, distance + 0.001]
+        tables["quality"].loc[is_cell, ["distance", "distance_low", "distance_high"]] = ends
+    return tables
+
+
+def with_impossible(tables: dict[str, Any], cell: Decoding) -> dict[str, Any]:
+    is_cell = tables["quality"]["cell_id"] == cell.cell_id
+    tables["quality"].loc[is_cell, "impossible"] = 0.002
     return tables
 
 
@@ -96,7 +121,7 @@ def test_too_few_images_settle_nothing_and_say_how_many_would() -> None:
     )
     table = recommendation(tables, tables, condition_of(0.01, None))
     assert verdicts(table) == [
-        (RELAXED[2].cell_id, "not settled: 50 images"),
+        (RELAXED[2].cell_id, "not settled: more than 6 images"),
         (STRICT.cell_id, "lossless"),
     ]
 
@@ -129,3 +154,94 @@ def test_runs_without_the_figures_are_refused() -> None:
     alone = run_with({RELAXED[0]: (0.0, 0.0, 0.0)}, cells=(RELAXED[0],))
     with pytest.raises(RefusedError, match="no cell has a speedup"):
         recommendation(alone, alone, condition_of(None, None))
+
+
+def test_a_cell_with_impossible_tokens_breaks_whatever_its_distance() -> None:
+    """Tokens of probability 0 take no part in the features, so the distance may be 0."""
+    ends = [(0.005, 0.004, 0.006), (0.0, 0.0, 0.001), (0.0, 0.0, 0.001)]
+    tables = run_with(dict(zip(RELAXED, ends, strict=True)))
+    table = recommendation(
+        *[with_impossible(tables, RELAXED[2])] * 2, condition=condition_of(None, None)
+    )
+    assert verdicts(table) == [
+        (RELAXED[2].cell_id, "breaks"),
+        (RELAXED[1].cell_id, "keeps"),
+        (STRICT.cell_id, "lossless"),
+    ]
+    assert "0.20% of the tokens cannot come from the target" in table["note"].iloc[0]
+
+
+def test_a_score_shows_the_distance_and_impossible_tokens_beside_it() -> None:
+    tables = run_with({RELAXED[2]: (0.0, -0.001, 0.001)}, "prompt_accuracy_vs_ar")
+    tables = with_distances(with_impossible(tables, RELAXED[2]), {RELAXED[2]: 0.4})
+    table = recommendation(tables, tables, condition_of(None, ("prompt_accuracy", 0.01)))
+    row = table.iloc[0]
+    assert row["verdict"] == "keeps"
+    assert (row["distance"], row["distance_low"], row["distance_high"]) == (0.4, 0.399, 0.401)
+    assert row["impossible"] == 0.002
+
+
+@pytest.mark.parametrize(
+    ("fastest", "words"),
+    [
+        ((0.03, 0.02, 0.04), "nothing faster than ar keeps distance <= 0.01"),
+        ((0.0, -0.02, 0.02), "nothing faster than ar is shown to keep distance <= 0.01"),
+        ((0.0, -0.001, 0.001), None),
+    ],
+)
+def test_where_nothing_faster_than_ar_keeps_the_condition(fastest: Ends, words: str | None) -> None:
+    slow = SECONDS | {STRICT: 3.0}
+    figures = dict(zip(RELAXED, [fastest, (0.03, 0.02, 0.04), (0.03, 0.02, 0.04)], strict=True))
+    tables = run_with(figures, seconds=slow)
+    table = recommendation(tables, tables, condition_of(None, None))
+    assert table["cell_id"].iloc[-1] == AR.cell_id
+    notes = str(table["note"].iloc[-1])
+    if words is None:
+        assert "nothing faster" not in notes
+    else:
+        assert words in notes
+
+
+def test_the_error_rate_counts_every_cell_that_was_tried() -> None:
+    ends = [(0.002, 0.001, 0.003), (0.03, 0.02, 0.04), (0.0, -0.02, 0.02)]
+    tables = run_with(dict(zip(RELAXED, ends, strict=True)))
+    table = recommendation(tables, tables, condition_of(None, None)).set_index("cell_id")
+    note = table.loc[RELAXED[0].cell_id, "note"]
+    assert "the first of 3 cells tried" in note
+    assert "wrong in at most 7.5% of repeats (2.5% for each cell)" in note
+    alone = run_with({RELAXED[0]: (0.002, 0.001, 0.003)})
+    table = recommendation(alone, alone, condition_of(None, None)).set_index("cell_id")
+    assert "1 cell tried" in table.loc[RELAXED[0].cell_id, "note"]
+
+
+def run_data(**changes: Any) -> RunData:
+    key = {"dtype": "float32", "weights": {"lanterns/target": "a" * 64}}
+    manifest = {
+        "key": key | changes.get("key", {}),
+        "experiment": {"prompts": "held-out"} | changes.get("experiment", {}),
+        "machine": {"cpu": {"model": changes.get("cpu", "One")}},
+    }
+    return RunData(
+        folder=Path("run"),
+        manifest=manifest,
+        records=frame_of([make_record(cell=AR, prompt=0, walks=[[]], seconds=1.0)]),
+        scores=[],
+    )
+
+
+def test_two_runs_of_different_models_are_not_joined() -> None:
+    zeroed = run_data(key={"weights": {"lanterns/target": "0" * 64}})
+    with pytest.raises(RefusedError, match="the runs differ in weights"):
+        joined_notes(run_data(), zeroed)
+    assert "weights of lanterns/target" in joined_notes(run_data(), zeroed, ["weights"])[0]
+
+
+def test_two_runs_of_other_settings_are_joined_with_a_note() -> None:
+    other = run_data(key={"dtype": "bfloat16"}, experiment={"prompts": "other"}, cpu="Two")
+    notes = joined_notes(run_data(), other)
+    assert len(notes) == 2  # seconds are of the first run, so that its machine alone counts
+    assert "dtype: float32 in the first, bfloat16 in the second" in notes[0]
+    assert "prompts: held-out in the first, other in the second" in notes[1]
+    quality = run_with({RELAXED[0]: (0.001, 0.0, 0.002)}, cells=(RELAXED[0],))
+    table = recommendation(run_with({}), quality, condition_of(None, None), notes=notes)
+    assert table["note"].str.contains("bfloat16 in the second").all()
