@@ -289,7 +289,7 @@ def _compared(quantity: str, a: Any, b: Any) -> Row | None:
         sides = [timing(side.loc[images]) for side in (a, b)]
         # Less time is better: the first run stands above the line.
         effect = compare_timings(*(sides[::-1] if quantity == "latency_s" else sides))
-        needed = "needs 2 prompts and 3 processes in both runs"
+        needed = "needs 4 prompts and 3 processes in both runs"
         row["kind"] = "ratio"
     else:
         sides = [sums_of_images(side.loc[images]) for side in (a, b)]

@@ -19,6 +19,7 @@ from lantern_bench.analysis.statistics import (
     detectable,
     ratio_of_images,
     sums_of_images,
+    too_few_prompts,
 )
 from lantern_bench.methods.catalog import METRICS, OF_IMAGES, OF_SETS, PAIRED
 from lantern_bench.storage.schema import Row, columns
@@ -93,9 +94,11 @@ def quality_rows(
             spread = _ar_spread(cell, family, of_protocol)
             note = join_notes([row["note"], spread.get("note")])
             row |= spread | _differences(cell, family, of_protocol) | {"note": note}
-        rows.append(row | of_tokens)
+        note = join_notes([row["note"], of_tokens.get("note")])
+        rows.append(row | of_tokens | {"note": note})
     if not rows:
         note = "pictures not scored" if of_tokens else "not scored"
+        note = join_notes([note, of_tokens.get("note")])
         rows.append(common | of_tokens | {"images": 0, "note": note})
     return rows
 
@@ -113,6 +116,9 @@ def _scored(cell: CellRecords, scores: ProtocolScores, images: Sequence[Row]) ->
 
     clip_models = (image.get("clip_model") for image in images)
     row = {name: value for name, value in of_cell.items() if name in _COLUMNS}
+    if images:
+        prompts = cell.images.index.get_level_values("prompt_id")
+        notes.append(too_few_prompts(prompts.nunique()))
     row |= {
         "images": count,
         "note": join_notes(notes),

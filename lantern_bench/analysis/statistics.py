@@ -26,11 +26,17 @@ _SEED = 0  # of resamples and exchanges
 _EXACT_BITS = 13
 _RANDOM_EXCHANGES = 9_999
 
+# A bootstrap over fewer prompts misses the true figure far more often than in 1 of 20 cases.
+_FEWEST_PROMPTS = 4
+
 # Fewest effective processes for an interval. Three processes with 2, 2 and 1 images count as 2.8.
 _FEWEST_PROCESSES = 2.5
 
 # Minimum shift detectable with 80% power, in half-widths of the 95% interval.
 _DETECTABLE = 1.0 + 0.8416 / 1.9600
+
+# True figures that are tried in an interval, to find the fewest images that may settle it.
+_TRUE_FIGURES = 81
 
 NEEDS_PROCESSES = (
     "no interval of speed: needs 3 processes that share the images "
@@ -60,6 +66,13 @@ class Interval(NamedTuple):
         return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
+def too_few_prompts(prompts: int) -> str | None:
+    """Return the note of a figure without an interval; None if there are enough prompts."""
+    if prompts >= _FEWEST_PROMPTS:
+        return None
+    return f"no interval: {prompts} of the {_FEWEST_PROMPTS} prompts that it needs"
+
+
 class Sums(NamedTuple):
     """Numerator and denominator of a figure, summed over each prompt: arrays [prompts]."""
 
@@ -78,7 +91,7 @@ def ratio_of_sums(
     """Return sum over sum of images, with a bootstrap interval over prompts.
 
     Intervals are BCa (Efron 1987), or percentile where BCa is not defined. Data with the same
-    ratio for every prompt have an interval of width 0; fewer than two prompts have no interval.
+    ratio for every prompt have an interval of width 0; fewer than four prompts have no interval.
 
     Args:
         numerators: One number per image.
@@ -93,8 +106,9 @@ def ratio(sums: Sums) -> Interval:
     if sums.numerator.size == 0 or sums.denominator.sum() == 0.0:
         return Interval(None, note="no data")
     value = sums.value
-    if sums.numerator.size < 2:
-        return Interval(value, note="no interval: fewer than 2 prompts")
+    too_few = too_few_prompts(sums.numerator.size)
+    if too_few:
+        return Interval(value, note=too_few)
     # If every prompt has the ratio of the whole, up to rounding, so has each resample.
     if np.allclose(sums.numerator, value * sums.denominator, rtol=1e-12, atol=0.0):
         return Interval(value, value, value)
@@ -190,9 +204,9 @@ def sums_of_images(images: pd.DataFrame) -> Sums:
 def compare_sums(a: Sums, b: Sums, others: Sequence[Sums] = ()) -> Interval:
     """Return b - a over the same prompts, with 95% interval and p-value.
 
-    Fewer than two prompts have no interval and no p-value. For counts, such as right pictures, the
-    interval adds two pseudo-prompts, one in each direction (Bonett and Price 2012). Without them, a
-    few equal prompts would give an interval of width 0.
+    Fewer than four prompts have no interval, and one has no p-value. For counts, such as right
+    pictures, the interval adds two pseudo-prompts, one in each direction (Bonett and Price 2012).
+    Without them, a few equal prompts would give an interval of width 0.
 
     Args:
         a: Sums per prompt.
@@ -215,6 +229,8 @@ def compare_sums(a: Sums, b: Sums, others: Sequence[Sums] = ()) -> Interval:
 
     all_sets = np.array([of_b, *sets])
     p_value = _exchange_test(all_sets)
+    if too_few_prompts(b.numerator.size):
+        return Interval(value, p_value=p_value)
     numerators = all_sets[:, 0]
     # Whether the numerators count a part of the denominators.
     if np.all((numerators % 1 == 0) & (numerators <= all_sets[:, 1])):
@@ -309,8 +325,9 @@ def repeat_interval(measured: Timing) -> Interval:
 
     value = measured.value
     prompts = measured.influence.size
-    if prompts < 2:
-        return Interval(value, note="no interval: fewer than 2 prompts")
+    too_few = too_few_prompts(prompts)
+    if too_few:
+        return Interval(value, note=too_few)
     if measured.of_processes is None:
         return Interval(value, note=NEEDS_PROCESSES)
     upper = (1.0 + _LEVEL) / 2.0
@@ -324,12 +341,13 @@ def repeat_interval(measured: Timing) -> Interval:
 def compare_timings(a: Timing, b: Timing) -> Interval:
     """Return b / a over the same prompts with its 95% interval and p-value (Welch 1947).
 
-    Both need three processes in each run. Two processes can differ by as much as two runs.
+    Without four prompts and three processes in each run there is neither. Two processes can differ
+    by as much as two runs.
     """
     from scipy.stats import t
 
     value = b.value / a.value
-    if a.of_processes is None or b.of_processes is None or a.influence.size < 2:
+    if a.of_processes is None or b.of_processes is None or too_few_prompts(a.influence.size):
         return Interval(value)
 
     change = b.influence - a.influence
@@ -377,8 +395,10 @@ def settle(
         names: The words for an interval inside the limits and for one outside.
 
     Returns:
-        One of the names, or `not settled` with the number of images that would settle it with 80%
-        power if the figure stays. The interval shrinks with the root of that number.
+        One of the names, or `not settled` with the fewest images that may settle it with 80% power.
+        How many it takes depends on the distance of the true figure from the limits. An interval
+        that is not settled contains a limit, so the number of images has no upper bound. Its lower
+        bound is that of the most favourable figure in the interval.
     """
     value, lowest, highest = figure[:3]
     if value is None or lowest is None or highest is None:
@@ -388,24 +408,25 @@ def settle(
     if highest < low or lowest > high:
         return names[1]
 
-    # How many times the interval must shrink until it is inside or outside the limits.
     below = value - lowest
     above = highest - value
-    if value < low:
-        times = _shrinkage(above, low - value)
-    elif value > high:
-        times = _shrinkage(below, value - high)
-    else:
-        times = max(_shrinkage(below, value - low), _shrinkage(above, high - value))
-    needed = times**2 * images
-    if not math.isfinite(needed):
-        return "not settled"
-    step = 10 ** max(0, int(math.log10(needed)) - 1)  # two digits
-    return f"not settled: {math.ceil(needed / step) * step:,} images"
+    truths = np.linspace(lowest, highest, num=_TRUE_FIGURES)
+    times = min(_shrinkage(truth, below, above, limits=(low, high)) for truth in truths)
+    return f"not settled: more than {max(images, math.floor(times**2 * images)):,} images"
 
 
-def _shrinkage(half_width: float, room: float) -> float:
-    return _DETECTABLE * half_width / room if room else math.inf
+def _shrinkage(truth: float, below: float, above: float, *, limits: tuple[float, float]) -> float:
+    """How many times the interval around the true figure must shrink, until limits do not cut it.
+
+    `below` and `above` are the lengths of the two sides of the interval.
+    """
+    low, high = limits
+    rooms = [(below, truth - low), (above, high - truth)]
+    if truth < low:
+        rooms = [(above, low - truth)]
+    elif truth > high:
+        rooms = [(below, truth - high)]
+    return max(_DETECTABLE * side / room if room else math.inf for side, room in rooms)
 
 
 def add_holm_p_values(

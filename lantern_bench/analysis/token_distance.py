@@ -17,6 +17,7 @@ from lantern_bench.analysis.statistics import (
     add_holm_p_values,
     ratio,
     sums_per_prompt,
+    too_few_prompts,
 )
 from lantern_bench.storage.schema import Row
 
@@ -58,7 +59,9 @@ def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> Row:
     figures: Row = {}
     for name, counted in _SHARES.items():
         if first[counted] is not None:
-            figures[name] = sum(row[counted] for row in images) / sum(tokens)
+            # Older scores have no edge tokens, and neither has greedy decoding.
+            counts = [row[counted] - (row["edge_tokens"] or 0) for row in images]
+            figures[name] = sum(counts) / sum(tokens)
     if not first["features"]:  # at temperature 0
         return figures
 
@@ -71,8 +74,12 @@ def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> Row:
         if name in names:
             figures |= ratio(by_prompt[names.index(name)]).columns(name)
     sums = FeatureSums.of(np.stack([part.numerator for part in by_prompt], axis=-1), len(names))
-    figures |= distance(_compared(sums, names), by_prompt[0].denominator).columns("distance")
+    shift = distance(_compared(sums, names), by_prompt[0].denominator)
+    figures |= shift.columns("distance")
+    figures["note"] = shift.note
     figures["distance_p"] = sums.total.p_value
+    if figures.get("impossible"):
+        figures["distance_p"] = 0.0
     return figures
 
 
@@ -152,10 +159,12 @@ class FeatureSums(NamedTuple):
 
 
 def distance(sums: FeatureSums, tokens: Array) -> Interval:
-    """Return (Q - m) / tokens, with a percentile interval by bootstrap over prompts.
+    """Return the distance per token, with a percentile interval by bootstrap over prompts.
 
-    Resampling prompts inflates E[Q] by sum_i d_i' C^-1 d_i, with d_i the centred sums of prompt i.
-    The interval has this amount subtracted.
+    Q of the summed features contains the noise of each prompt's sums. With d_i the centred sums of
+    prompt i, its mean is n / (n - 1) sum_i d_i' C^-1 d_i. Q minus this amount is a U-statistic,
+    n / (n - 1) (Q - sum_i s_i' C^-1 s_i), which also has no bias if prompts differ. One prompt has
+    no spread; there the noise of a lossless mode, m, is subtracted.
 
     Args:
         sums: Sums of m features for each prompt.
@@ -165,19 +174,28 @@ def distance(sums: FeatureSums, tokens: Array) -> Interval:
     freedom = total.freedom
     if not freedom:
         return Interval(None, note="no distance: the target's tokens cannot vary")
-    value = (float(total.chi_square) - freedom) / float(tokens.sum())
+    chi_square = float(total.chi_square)
     prompts = len(tokens)
-    if prompts < 2:
-        return Interval(value, note="no interval: fewer than 2 prompts")
+    if prompts == 1:
+        return Interval((chi_square - freedom) / float(tokens.sum()), note=too_few_prompts(prompts))
 
+    centred = sums.sums - sums.sums.mean(axis=0)
+    spread = np.einsum("ni,ij,nj->", centred, total.inverse, centred)
+    noise = float(spread) * prompts / (prompts - 1)
+    value = (chi_square - noise) / float(tokens.sum())
+    too_few = too_few_prompts(prompts)
+    if too_few:
+        return Interval(value, note=too_few)
+
+    # Centred sums of n prompts vary too little by the factor (n - 1) / n.
     uniform = np.full(prompts, 1.0 / prompts)
     counts = np.random.default_rng(0).multinomial(prompts, uniform, size=_RESAMPLES).astype(float)
+    varied = (counts - 1.0) @ centred * (prompts / (prompts - 1)) ** 0.5
     resampled = FeatureSums(
-        sums=counts @ sums.sums,
+        sums=total.sums + varied,
         covariance=np.tensordot(counts, sums.covariance, axes=1),
     )
-    centred = sums.sums - sums.sums.mean(axis=0)
-    between_prompts = np.einsum("ni,ij,nj->", centred, total.inverse, centred)
-    excess = resampled.chi_square - between_prompts - freedom
+    # A resample has the noise twice: of the images, and of the choice of prompts.
+    excess = resampled.chi_square - 2.0 * noise
     low, high = np.quantile(excess / (counts @ tokens), _ENDS)
     return Interval(value, float(low), float(high))

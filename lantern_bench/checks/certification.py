@@ -24,6 +24,7 @@ from lantern_bench.checks import image_tests, tabular_model
 from lantern_bench.checks.claims import CertificationPlan, Claim
 from lantern_bench.checks.trials import Trial, lossless_decodings, plan_trials
 from lantern_bench.decoding.drafting.draft_method import drafting_of
+from lantern_bench.decoding.filter_edge import edge_tolerance
 from lantern_bench.decoding.loop import decode, image_generators
 from lantern_bench.devices.compute import Compute, choose_compute
 from lantern_bench.devices.machine import package_versions
@@ -262,7 +263,7 @@ def _results_on_model(
         prompts=plan.prompts,
         decoding=decoding,
         images=trial.images,
-        tolerance=image_tests.edge_tolerance(trial.dtype, decoding),
+        tolerance=edge_tolerance(trial.dtype, decoding),
         seed=plan.resolved.settings.seed,
         rule=trial.rule,
     ):

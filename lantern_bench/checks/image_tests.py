@@ -22,6 +22,7 @@ from lantern_bench.analysis.token_distance import FeatureSums
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
+from lantern_bench.decoding.filter_edge import sure_tokens
 from lantern_bench.decoding.loop import Decoded, decode, image_generators
 from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafted_along, teacher_forced
@@ -36,8 +37,6 @@ TESTS = 9
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}
 """Margin between the two largest guided logits, by dtype, below which rounding may choose either
 (docs/algorithms.md, section 6)."""
-# Rounding error of the difference of two logits without guidance, by dtype.
-_ROUNDING = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.04}
 _STAKES = (0.005, 0.01, 0.02, 0.05)  # near the fractions of wrong tokens that small mistakes make
 _VALUES = 2**24  # logits in memory at once
 
@@ -67,12 +66,6 @@ class Evidence(NamedTuple):
     features: NDArray[np.float64]
 
 
-def edge_tolerance(dtype: str, decoding: Decoding) -> float:
-    """Return how far rounding may move the difference of two logits."""
-    scale = decoding.cfg_scale
-    return _ROUNDING[dtype] * (abs(scale) + abs(scale - 1)) / decoding.temperature
-
-
 def evidence(
     logits: Tensor,
     q: Tensor | None,
@@ -99,7 +92,7 @@ def evidence(
     for distributions in (p, q):
         if distributions is not None and broken_distributions(distributions).any():
             raise LogitsError("a forward over finished images gives logits that are no numbers")
-    passes, fails = _sure(logits, p, decoding, tolerance=tolerance)
+    passes, fails = sure_tokens(logits, p, decoding, tolerance=tolerance)
     p = _restricted(p, passes)
     x = tokens[..., None]
     outside = ~passes.gather(-1, x)
@@ -147,32 +140,6 @@ def _edge_probability(
     possible = (logits.double() / decoding.temperature).masked_fill(fails, -torch.inf)
     unsure = torch.where(passes, 0.0, possible.softmax(dim=-1)).sum(dim=-1, keepdim=True)
     return unsure / (unsure + (1 - unsure) * math.exp(-tolerance))
-
-
-def _sure(
-    logits: Tensor, p: Tensor, decoding: Decoding, *, tolerance: float
-) -> tuple[Tensor, Tensor]:
-    """The tokens that pass the filters, and that fail them, whatever rounding does: bool as p."""
-    if not decoding.top_k and decoding.top_p >= 1:
-        return p > 0, p == 0
-    strict_p = p  # under a stricter filter
-    loose_p = p  # under a looser filter
-    top_p = decoding.top_p
-    if top_p < 1:
-        # Logits that move by a tolerance change the odds of a set by at most exp(tolerance).
-        strict = top_p / (top_p + (1 - top_p) * math.exp(tolerance))
-        loose = top_p / (top_p + (1 - top_p) * math.exp(-tolerance))
-        strict_p = decoding_probabilities(logits, decoding.changed(top_p=strict))
-        loose_p = decoding_probabilities(logits, decoding.changed(top_p=loose))
-    scaled = logits.double() / decoding.temperature
-    excluded = scaled.masked_fill(strict_p > 0, -torch.inf).amax(dim=-1, keepdim=True)
-    if 0 < decoding.top_k < logits.shape[-1]:
-        # Of equal logits a step may keep one and drop another.
-        largest = scaled.topk(decoding.top_k + 1, dim=-1).values
-        excluded = excluded.maximum(largest[..., -1:])
-    lowest = scaled.masked_fill(loose_p == 0, torch.inf).amin(dim=-1, keepdim=True)
-    passes = (strict_p > 0) & (scaled >= excluded + tolerance)
-    return passes, (loose_p == 0) & (scaled <= lowest - tolerance)
 
 
 @torch.inference_mode()

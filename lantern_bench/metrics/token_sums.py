@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import load_experiment
+from lantern_bench.decoding.filter_edge import edge_tolerance, sure_tokens
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import broken_logits, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import TeacherForced, drafted_along, teacher_forced
@@ -92,6 +93,7 @@ def score_tokens(store: RunStore, device: str, emit: Emit) -> int:
                 condition=model.condition([record["prompt"] for record in kept[some]]),
                 tokens=torch.stack(tokens[some]).long().to(model.target.device),
                 decoding=decodings[cell_id],
+                dtype=store.manifest["key"]["dtype"],
             )
             for record, row in zip(kept[some], sums, strict=True):
                 store.append_score(
@@ -123,7 +125,7 @@ _VALUES = 2**22  # probabilities in float64 at once
 
 @torch.inference_mode()
 def token_sums(
-    model: LoadedModel, condition: Any, tokens: Tensor, decoding: Decoding
+    model: LoadedModel, condition: Any, tokens: Tensor, decoding: Decoding, dtype: str = "float32"
 ) -> list[dict[str, Any]]:
     """Compute the columns that `scores.jsonl` has of each image (level `tokens`).
 
@@ -132,6 +134,7 @@ def token_sums(
         condition: What the tokens were decoded with.
         tokens: Tokens of B images, int64 [B, N].
         decoding: Guidance, filters and drafting.
+        dtype: The dtype of the decode steps, whose rounding the edge of the filters allows for.
 
     Raises:
         LogitsError: Target or drafter gives NaN or infinite logits.
@@ -142,11 +145,15 @@ def token_sums(
     q = None
     if model.drafter is not None and decoding.drafting_row.needs_drafter and not decoding.greedy:
         q = drafted_along(model.drafter, forced, decoding)
-    return sums_along(target=model.target, forced=forced, q=q, decoding=decoding)
+    return sums_along(target=model.target, forced=forced, q=q, decoding=decoding, dtype=dtype)
 
 
 def sums_along(
-    target: Target, forced: TeacherForced, q: Tensor | None, decoding: Decoding
+    target: Target,
+    forced: TeacherForced,
+    q: Tensor | None,
+    decoding: Decoding,
+    dtype: str = "float32",
 ) -> list[dict[str, Any]]:
     """Compute the rows of `token_sums` from distributions that are known.
 
@@ -155,6 +162,7 @@ def sums_along(
         forced: Its logits along the tokens of B images.
         q: Distributions of the drafter at all tokens but the first, [B, N - 1, V].
         decoding: Guidance and filters.
+        dtype: The dtype of the decode steps.
     """
     positions = torch.arange(forced.tokens.shape[1], device=forced.tokens.device)
     is_drawn = target.forced_tokens(positions) < 0
@@ -167,6 +175,7 @@ def sums_along(
             q=None if q is None else q[image],
             is_drawn=is_drawn,
             decoding=decoding,
+            dtype=dtype,
         )
         for image, tokens in enumerate(forced.tokens)
     ]
@@ -180,6 +189,7 @@ def _sums_of_image(
     q: Tensor | None,
     is_drawn: Tensor,
     decoding: Decoding,
+    dtype: str,
 ) -> dict[str, Any]:
     """Compute the row of one image from logits [N, V] and the drafter's q [N - 1, V]."""
     logits = guide(cond, uncond, decoding.cfg_scale)
@@ -193,10 +203,17 @@ def _sums_of_image(
 
     further: dict[str, Tensor] = {}
     chunks = []
+    edge_tokens = 0
     step = max(1, _VALUES // logits.shape[1])
     for start in range(0, len(logits), step):
         now = slice(start, start + step)
         p = decoding_probabilities(logits[now], decoding).double()
+        is_impossible = is_drawn[now] & (p.gather(1, tokens[now, None])[:, 0] == 0)
+        if is_impossible.any():
+            tolerance = edge_tolerance(dtype, decoding)
+            _, fails = sure_tokens(logits[now], p, decoding, tolerance=tolerance)
+            is_sure = fails.gather(1, tokens[now, None])[:, 0]
+            edge_tokens += int((is_impossible & ~is_sure).sum())
         if uncond is not None:
             further["prompt_information"] = cond[now].log_softmax(dim=-1)
             further["prompt_information"] -= uncond[now].log_softmax(dim=-1)
@@ -213,6 +230,7 @@ def _sums_of_image(
     return {
         "tokens": int(drawn),
         "impossible_tokens": int(impossible),
+        "edge_tokens": edge_tokens,
         "entropy": entropy / drawn,
         "largest_p": largest / drawn,
         "ten_largest_p": ten_largest / drawn,

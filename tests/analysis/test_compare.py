@@ -94,7 +94,7 @@ def test_speedup_of_one_process_gets_no_verdict():
     rows = table[table["quantity"] == "speedup"]
     assert rows["verdict"].isna().all()
     assert rows["effect_low"].isna().all()
-    assert rows["note"].str.contains("needs 2 prompts and 3 processes").all()
+    assert rows["note"].str.contains("needs 4 prompts and 3 processes").all()
     assert table.loc[table["quantity"] == "mean_accepted_length", "verdict"].eq(SAME).all()
 
 

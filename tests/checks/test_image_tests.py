@@ -17,12 +17,12 @@ from lantern_bench.checks.image_tests import (
     Evidence,
     _wager,
     decoded_evidence,
-    edge_tolerance,
     evidence,
     joined,
     p_values,
 )
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.filter_edge import edge_tolerance
 from lantern_bench.decoding.sampling import decoding_probabilities
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.prompts.prompt import Prompt

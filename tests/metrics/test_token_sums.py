@@ -273,3 +273,26 @@ def test_intervals_of_the_distance_cover_a_true_shift() -> None:
         assert interval.high is not None
         covered.append(interval.low <= shift @ shift <= interval.high)
     assert np.mean(covered) > 0.88
+
+
+def test_rounding_may_let_tokens_at_the_edge_of_a_filter_pass() -> None:
+    """Two of five logits almost tie at the edge of top-k 2; the next one is 0.1 below."""
+    table = TabularModel(5, 5, seed=3)
+    table.p[:] = torch.tensor([0.4, 0.2, 0.2 * (1 - 1e-4), 0.1, 0.1])
+    decoding = Decoding("ar", top_k=2)
+    rows = []
+    for token in (1, 2, 3):
+        tokens = torch.full((1, 5), token)
+        rows += token_sums(
+            model=table_model(table), condition=None, tokens=tokens, decoding=decoding
+        )
+    counts = [(row["impossible_tokens"], row["edge_tokens"]) for row in rows]
+    assert counts == [(0, 0), (5, 5), (5, 0)]
+    (rounded,) = token_sums(
+        model=table_model(table),
+        condition=None,
+        tokens=torch.full((1, 5), 3),
+        decoding=decoding,
+        dtype="bfloat16",
+    )
+    assert rounded["edge_tokens"] == 5

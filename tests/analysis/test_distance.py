@@ -1,0 +1,139 @@
+"""The distance of a cell: its bias, its interval, and tokens that the target cannot give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lantern_bench.analysis import token_distance
+from lantern_bench.analysis.cells import run_cells
+from lantern_bench.analysis.tables import tables_of
+from lantern_bench.analysis.token_distance import FeatureSums, distance, distance_columns
+from lantern_bench.storage.run_directory import RunData
+from tests.helpers.made_up_run import STRICT, WALKS, make_record, run_of
+
+TOKENS = 256
+FEATURES = 3
+
+
+def sums_of_prompts(
+    prompts: int, generator: np.random.Generator, *, shift: float = 0.0, spread: float = 0.0
+) -> FeatureSums:
+    """Sums of one image per prompt, whose first feature is shifted by `shift` a token.
+
+    `spread` is the standard deviation of the shifts of all features between prompts.
+    """
+    shifts = spread * generator.standard_normal((prompts, FEATURES))
+    shifts[:, 0] += shift
+    noise = generator.standard_normal((prompts, FEATURES))
+    covariance = np.broadcast_to(TOKENS * np.eye(FEATURES), (prompts, FEATURES, FEATURES))
+    return FeatureSums(TOKENS * shifts + TOKENS**0.5 * noise, covariance)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.08])
+@pytest.mark.parametrize("prompts", [2, 4, 24])
+def test_the_distance_has_no_bias_where_prompts_differ(prompts: int, spread: float) -> None:
+    """Q of all prompts holds the spread between prompts: for two prompts it gave 0.019."""
+    generator = np.random.default_rng(0)
+    tokens = np.full(prompts, float(TOKENS))
+    values = []
+    for _ in range(2000):
+        sums = sums_of_prompts(prompts, generator, shift=0.1, spread=spread)
+        total = sums.total
+        value = float(total.sums @ total.sums) / (TOKENS * prompts)
+        centred = sums.sums - sums.sums.mean(axis=0)
+        noise = (centred**2).sum() / TOKENS / prompts * prompts / (prompts - 1)
+        values.append((value - noise) / tokens.sum())
+    sums = sums_of_prompts(prompts, generator, shift=0.1, spread=spread)
+    error = np.std(values) / 2000**0.5
+    assert abs(np.mean(values) - 0.01) < 4 * error
+    # The function is this statistic.
+    total = sums.total
+    pairs = (total.sums @ total.sums - (sums.sums**2).sum()) / (TOKENS * prompts)
+    expected = prompts / (prompts - 1) * pairs / tokens.sum()
+    assert distance(sums, tokens).value == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("prompts", "most_missed"), [(4, 0.09), (24, 0.06)])
+def test_intervals_of_1000_lossless_cells_hold_0(
+    prompts: int, most_missed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_distance, "_RESAMPLES", 200)
+    generator = np.random.default_rng(1)
+    tokens = np.full(prompts, float(TOKENS))
+    missed = 0
+    for _ in range(1000):
+        interval = distance(sums_of_prompts(prompts, generator), tokens)
+        assert interval.low is not None
+        assert interval.high is not None
+        missed += not interval.low <= 0.0 <= interval.high
+    assert missed / 1000 <= most_missed
+
+
+@pytest.mark.parametrize("prompts", [1, 2, 3])
+def test_fewer_than_four_prompts_have_no_interval(prompts: int) -> None:
+    sums = sums_of_prompts(prompts, np.random.default_rng(2))
+    figure = distance(sums, np.full(prompts, float(TOKENS)))
+    assert figure.value is not None
+    assert (figure.low, figure.high) == (None, None)
+    assert figure.note == f"no interval: {prompts} of the 4 prompts that it needs"
+
+
+# ---- Tokens that the target cannot give
+
+
+def run_with(prompts: int, **changes: Any) -> RunData:
+    """A run of one lossless cell, whose images have no shift."""
+    records = [
+        make_record(cell=STRICT, prompt=prompt, walks=WALKS, seconds=1.0)
+        for prompt in range(prompts)
+    ]
+    scores = []
+    for prompt, record in enumerate(records):
+        row = {
+            "level": "tokens",
+            "cell_id": STRICT.cell_id,
+            "record_key": record["record_key"],
+            "tokens": 256,
+            "impossible_tokens": 0,
+            "mismatched_tokens": None,
+            "edge_tokens": 0,
+            "entropy": 3.0,
+            "largest_p": 0.2,
+            "ten_largest_p": 0.5,
+            "features": "surprise squared_surprise",
+            "feature_sums": [(-1.0) ** prompt, 0.0, 256.0, 0.0, 256.0],
+        }
+        scores.append(row | changes)
+    return run_of(records, scores)
+
+
+def figures_of(run: RunData) -> dict[str, Any]:
+    return distance_columns(run_cells(run), run.scores)[STRICT.cell_id]
+
+
+@pytest.mark.parametrize(
+    ("changes", "impossible", "is_zero"),
+    [
+        ({}, 0.0, False),
+        ({"impossible_tokens": 1}, 1 / 256, True),
+        ({"impossible_tokens": 1, "edge_tokens": 1}, 0.0, False),  # rounding let it pass
+        ({"impossible_tokens": 3, "edge_tokens": 1}, 2 / 256, True),
+        ({"impossible_tokens": 1, "edge_tokens": None}, 1 / 256, True),  # older scores
+    ],
+)
+def test_a_token_that_the_target_cannot_give_rejects_the_cell(
+    changes: dict[str, Any], impossible: float, is_zero: bool
+) -> None:
+    figures = figures_of(run_with(4, **changes))
+    assert figures["impossible"] == impossible
+    assert (figures["distance_p"] == 0.0) is is_zero
+
+
+def test_the_quality_table_says_how_many_prompts_an_interval_needs() -> None:
+    table = tables_of(run_with(3))["quality"]
+    assert table["distance_low"].isna().all()
+    assert "3 of the 4 prompts" in table["note"].iloc[0]
+    assert tables_of(run_with(4))["quality"]["distance_low"].notna().all()
