@@ -60,7 +60,7 @@ class Request:
         return text
 
 
-def prepare(
+def prepare(  # noqa: PLR0913  # one keyword for each flag of a sweep
     source: str | Path | Mapping[str, Any],
     overrides: Overrides,
     *,

@@ -263,7 +263,7 @@ def test_recommend_names_the_fastest_cell_in_every_format(results, capsys, form)
         == 0
     )
     written = capsys.readouterr()
-    assert all(word in written.out for word in ("lambda2", "keeps", "lossless"))
+    assert all(word in written.out for word in ("lambda2", "not settled", "lossless"))
     assert "keep clip_score_vs_ar >= -0.01" in written.err
 
 
