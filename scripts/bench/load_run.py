@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,6 +35,10 @@ WORDS = (
 
 class OneToken(TinyModel):
     """The tiny model with images of one token, and prompts of any words."""
+
+    # A draft cannot be deeper than an image.
+    tokens = 1
+    defaults: ClassVar = {**TinyModel.defaults, "tree": [[0], [1]], "depth": 1}
 
     def check_prompt(self, text: str) -> None:
         """Take every prompt."""
