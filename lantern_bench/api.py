@@ -26,7 +26,7 @@ from lantern_bench.sweeps.events import Event, shown_by
 from lantern_bench.sweeps.request import prepare
 from lantern_bench.sweeps.run import check_failed, run
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.progress import Note, Progress, ignore_events
+from lantern_bench.utils.progress import Note, Progress, heard_by, ignore_events
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -204,15 +204,13 @@ def load_run(path: str | Path) -> Run:
 @contextmanager
 def _emitting(*, progress: bool | Callable[[Event], None]) -> Iterator[Callable[[Event], None]]:
     """Yield the function that receives events: by default a bar per long task, and warnings."""
-    if not isinstance(progress, bool):
-        yield progress
-        return
-    if not progress:
-        yield ignore_events
-        return
     draws = "ipykernel" in sys.modules or sys.stderr.isatty()
     with closing(Progress(ignore_events, sys.stderr if draws else None)) as bars:
-        yield shown_by(bars, _warn)
+        emit = shown_by(bars, _warn) if progress else ignore_events
+        if not isinstance(progress, bool):
+            emit = progress
+        with heard_by(emit):
+            yield emit
 
 
 def _warn(note: Note) -> None:
@@ -434,13 +432,14 @@ def load_model(
         RefusedError: Weights are missing, or this machine lacks the device.
     """
     from lantern_bench.devices.compute import choose_compute
-    from lantern_bench.models.load import set_space
+    from lantern_bench.models import load
 
     compute = choose_compute(device, dtype)
-    model = registry.model_of(name).load(compute.device, compute.dtype)
+    with _emitting(progress=True):
+        model = load.load_model(registry.model_of(name), compute)
     for remark in model.remarks:
         warnings.warn(remark, stacklevel=2)
-    set_space(model, neighbour_space)
+    load.set_space(model, neighbour_space)
     return model
 
 

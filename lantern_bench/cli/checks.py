@@ -83,6 +83,7 @@ def check_model(
 
     from lantern_bench.checks import check_model as check_model_module
     from lantern_bench.devices.compute import choose_compute
+    from lantern_bench.models.load import load_model
     from lantern_bench.models.registry import model_of
 
     described = model_of(model)
@@ -92,7 +93,8 @@ def check_model(
         raise UserError(f"--prompt: {len(prompts)} given", "Give the flag twice, or leave it out.")
     for text in prompts:
         described.check_prompt(text)
-    loaded = described.load(compute.device, compute.dtype)
+    with console.events():
+        loaded = load_model(described, compute)
     for remark in loaded.remarks:
         console.warn(remark)
     results = check_model_module.check_model(

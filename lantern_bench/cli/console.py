@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from lantern_bench.sweeps.events import shown_by
 from lantern_bench.utils.errors import LanternError
-from lantern_bench.utils.progress import Emit, Note, Progress
+from lantern_bench.utils.progress import Emit, Note, Progress, heard_by
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -109,7 +109,7 @@ class Console:
         if note is None or (note.level == "detail" and not self.verbose):
             return
         text = f"warning: {note.text}" if note.level == "warning" else note.text
-        self.say(f"{text}\n  {note.advice}" if note.advice else text)
+        self.say("\n  ".join([text, *(note.advice or "").splitlines()]))
 
     def warn(self, text: str, advice: str | None = None) -> None:
         """Write a warning, and what to do about it."""
@@ -125,7 +125,9 @@ class Console:
         """Yield a function that shows events on stderr, no progress if quiet."""
         bars = self._err if _takes_escapes(self._err) and not self.quiet else None
         with closing(Progress(self.say, bars)) as progress:
-            yield shown_by(progress, self.note)
+            emit = shown_by(progress, self.note)
+            with heard_by(emit):
+                yield emit
 
     def _write_message(self, text: str) -> None:
         """Write a message, above bars; a terminal breaks its lines between words."""

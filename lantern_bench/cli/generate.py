@@ -113,11 +113,13 @@ def generate(
             model, device=compute.device, dtype=compute.dtype, generator=generator
         )
     else:
-        (loaded,) = load_models(resolved, compute, console.note).values()
+        with console.events() as emit:
+            (loaded,) = load_models(resolved, compute, emit).values()
     loaded.pixel_decoder()
     cells: Sequence[Cell] = resolved.cells
     if "all" in modes:
-        cells = _decodable(cells, loaded, console)
+        with console.events():
+            cells = _decodable(cells, loaded, console)
     if chosen.compile:
         console.note(compile_models([loaded], compute))
     tasks = decoder.tasks_of(cells=cells, seed=chosen.seed, prompts=[prompt], images=images)

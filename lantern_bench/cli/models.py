@@ -110,7 +110,7 @@ def _weights(model: Model, part: dict[str, Any], console: Console) -> dict[str, 
     Warns of weights that are zeros, and of what else is odd about the file.
     """
     from lantern_bench.models.checkpoints.checkpoint import is_mostly_zero, open_checkpoint
-    from lantern_bench.utils.files import hash_of
+    from lantern_bench.utils.hashes import hash_of
 
     hashed = {"sha256": "", "published_file": ""}
     if not part["found"] or part["part"] not in ("target", "tokenizer", "drafter"):

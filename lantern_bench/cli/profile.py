@@ -93,16 +93,17 @@ def profile(
     every = [*steps.values(), *decodings]
     set_threads(threads)
     compute = choose_compute(device, dtype, fast=True)
-    profiled = profiling.load_profiled_model(
-        name=model,
-        size=size,
-        random=random_weights,
-        compute=compute,
-        cfg_scale=decodings[0].cfg_scale,
-        images=images,
-        seed=seed,
-        tokens=tokens,
-    )
+    with console.events():
+        profiled = profiling.load_profiled_model(
+            name=model,
+            size=size,
+            random=random_weights,
+            compute=compute,
+            cfg_scale=decodings[0].cfg_scale,
+            images=images,
+            seed=seed,
+            tokens=tokens,
+        )
     for decoding in every:
         check_loaded(profiled.model, decoding, batch=1, compute=compute)
     if compile:

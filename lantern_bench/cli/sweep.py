@@ -21,7 +21,7 @@ from lantern_bench.storage import run_directory
 from lantern_bench.sweeps.decoded_image import quiet_advice
 from lantern_bench.sweeps.request import WORKER_TIMEOUT, plan_table, prepare
 from lantern_bench.sweeps.run import check_failed, run
-from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.errors import UserError, joined
 from lantern_bench.utils.text import duration
 
 if TYPE_CHECKING:
@@ -101,6 +101,9 @@ def sweep(
     console.say(f"run: {request.folder}")
     console.say(request.prompts_used())
     if dry_run:
+        if request.lacking:
+            problem = joined(request.lacking)
+            console.warn(problem.message, problem.advice)
         table, seconds = plan_table(request)
         time = "unknown, nothing is measured yet" if isnan(seconds) else duration(seconds)
         images, done, to_do = table[["images", "done", "to_do"]].sum()

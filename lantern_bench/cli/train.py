@@ -74,6 +74,7 @@ def drafter(
 def _run(job: DrafterJob, min_mal: float | None, console: Console) -> None:
     from lantern_bench.decoding.engine import compiler_problem
     from lantern_bench.devices.compute import choose_compute
+    from lantern_bench.models.load import load_model
     from lantern_bench.models.registry import model_of
     from lantern_bench.training.train_drafter import train_drafter
     from lantern_bench.training.trainer import is_distributed, join_processes
@@ -90,8 +91,9 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console) -> None:
     problem = compiler_problem(compute.device) if flags.compile else None
     if problem:
         raise UserError(f"--compile: {problem}", "Leave it out.")
-    model = model_of(flags.target).load(compute.device, compute.dtype)
     shown = console if distributed.first else Console(quiet=True)
+    with shown.events():
+        model = load_model(model_of(flags.target), compute, captions=True)
     for remark in model.remarks:
         shown.warn(remark)
     try:

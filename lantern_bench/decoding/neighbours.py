@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from lantern_bench.decoding.sampling import keys_of
 from lantern_bench.methods.parameters import NeighbourMetric
+from lantern_bench.utils.progress import slow_task
 
 Space: TypeAlias = Literal["raw", "normalised"]
 SPACES: tuple[Space, ...] = get_args(Space)
@@ -55,6 +56,7 @@ def nearest_codes(codebook: Tensor, neighbours: int, metric: NeighbourMetric = "
     measured = in_space(codebook, "normalised" if metric == "cosine" else "raw")
     index = torch.arange(total, device=codebook.device)
     parts = []
+    measured_rows = slow_task("nearest codes", total)
     for rows in torch.split(index, max(1, _DISTANCES_AT_ONCE // total)):
         if metric == "random":
             # Each code has its own seed and the CPU draws: neither part nor device matters.
@@ -68,4 +70,5 @@ def nearest_codes(codebook: Tensor, neighbours: int, metric: NeighbourMetric = "
             )
         distance.scatter_(1, rows[:, None], torch.inf)
         parts.append(keys_of(distance, index).topk(neighbours, dim=1, largest=False).indices.int())
+        measured_rows(len(rows))
     return torch.cat(parts)

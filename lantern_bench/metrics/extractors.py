@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -28,9 +27,9 @@ from torch import Tensor
 from torch_fidelity.utils import create_feature_extractor
 from torchvision.transforms.functional import crop, pil_to_tensor, to_pil_image
 
-from lantern_bench.metrics.protocols import EMBEDDED, Preparation, Protocol
+from lantern_bench.metrics.protocols import EMBEDDED, NETWORK_FILES, Preparation, Protocol
 from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
-from lantern_bench.models.checkpoints.hub import WEIGHTS_VARIABLE
+from lantern_bench.models.checkpoints.hub import find_weights
 from lantern_bench.models.families.lanterns import modules as classifier
 from lantern_bench.models.families.lanterns.description import WEIGHTS_FOLDER
 from lantern_bench.storage.pictures import (
@@ -40,27 +39,10 @@ from lantern_bench.storage.pictures import (
     read_rgb,
 )
 from lantern_bench.utils import files
-from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.hashes import remembered_sha256
 
-# ---- Feature extractors, and the weights of all scorers
-
-
-def find_weights(scorer: str, file_name: str | Path) -> Path:
-    """Return the path of a published file of weights on this machine.
-
-    Raises:
-        RefusedError: No folder has the file.
-    """
-    cache = Path(torch.hub.get_dir()) / "checkpoints"
-    for folder in (Path(os.environ.get(WEIGHTS_VARIABLE) or cache), cache):
-        path = folder / file_name
-        if path.is_file():
-            return path
-    raise RefusedError(
-        f"the weights of {scorer} are not on this machine: {file_name} is neither in the folder "
-        f"named by {WEIGHTS_VARIABLE} nor in the cache of torch.hub (scoring downloads nothing)",
-        f"Put {file_name} there; docs/troubleshooting.md has its address.",
-    )
+# ---- Feature extractors
 
 
 @dataclass(frozen=True)
@@ -78,7 +60,7 @@ class Extractor:
     @property
     def label(self) -> str:
         """The name in results: `<extractor>-<layer>@<first digits of the weights' hash>`."""
-        return f"{self.name}-{self.layer}@{files.remembered_sha256(self.weights)[:8]}"
+        return f"{self.name}-{self.layer}@{remembered_sha256(self.weights)[:8]}"
 
 
 BUNDLED = "lanterns-features"
@@ -95,14 +77,14 @@ EXTRACTORS = {
         "inception-v3-compat",
         layer="2048",
         width=2048,
-        weights=Path("weights-inception-2015-12-05-6726825d.pth"),
+        weights=Path(NETWORK_FILES["inception-v3-compat"]),
         parameter="Mixed_7c.branch_pool.conv.weight",
     ),
     "vgg16": Extractor(
         "vgg16",
         layer="fc2_relu",
         width=4096,
-        weights=Path("vgg16-397923af.pth"),
+        weights=Path(NETWORK_FILES["vgg16"]),
         parameter="classifier.3.weight",
     ),
 }
@@ -120,7 +102,7 @@ def find_extractor(name: str = BUNDLED, weights: Path | None = None) -> Extracto
         RefusedError: The weights are not on this machine.
     """
     extractor = EXTRACTORS[name]
-    path = weights or find_weights(f"the feature extractor {name}", extractor.weights)
+    path = weights or find_weights(f"the feature extractor {name}", str(extractor.weights))[0]
     open_checkpoint(path).require(extractor.parameter, f"the weights of {name}")
     return replace(extractor, weights=path)
 

@@ -22,14 +22,14 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
-from lantern_bench.metrics import extractors
-from lantern_bench.metrics.protocols import Protocol
+from lantern_bench.metrics.protocols import NETWORK_FILES, Protocol
 from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
+from lantern_bench.models.checkpoints.hub import find_weights
 from lantern_bench.models.families.lanterns import modules as classifier
 from lantern_bench.models.families.lanterns.description import WEIGHTS_FOLDER, attributes_of
 from lantern_bench.models.families.lanterns.modules import AttributeClassifier
 from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.files import remembered_sha256
+from lantern_bench.utils.hashes import remembered_sha256
 
 BUNDLED = "lanterns-clip"
 BUNDLED_FOLDER = WEIGHTS_FOLDER / "clip"
@@ -117,7 +117,7 @@ def load_clip(
         path = _weights_in(folder)
         source = f"local-dir:{folder}"
     else:
-        path = weights or extractors.find_weights(f"the CLIP model {name}", f"{name}.safetensors")
+        path = weights or find_weights(f"the CLIP model {name}", f"{name}.safetensors")[0]
         pretrained = str(path)
     open_checkpoint(path)  # refuses a pickle with code
     try:
@@ -168,7 +168,7 @@ def clip_score(protocol: Protocol, device: torch.device | str) -> ClipScorer:
 
 def hpsv2(_protocol: Protocol, device: torch.device | str) -> ClipScorer:
     """Load HPSv2.1 (Wu et al. 2023), a CLIP model."""
-    path = extractors.find_weights("HPSv2", "HPS_v2.1_compressed.pt")
+    [path] = find_weights("HPSv2", NETWORK_FILES["hpsv2"])
     return load_clip("ViT-H-14", path, device=device, label="hpsv2.1")
 
 
@@ -206,7 +206,7 @@ def image_reward(_protocol: Protocol, device: torch.device | str) -> EachPicture
             "ImageReward is not installed: the protocol image-reward needs its package",
             "Install the extra: pip install 'lantern-bench[image-reward]'",
         )
-    path = extractors.find_weights("ImageReward", "ImageReward.pt")
+    [path] = find_weights("ImageReward", NETWORK_FILES["image_reward"])
     if not (path.parent / "med_config.json").is_file():
         raise RefusedError(
             f"ImageReward needs med_config.json beside {path}",

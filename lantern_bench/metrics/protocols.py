@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from lantern_bench.methods.catalog import METRICS, OF_IMAGES, REFUSED_METRICS
+from lantern_bench.models.checkpoints.hub import find_weights
 from lantern_bench.models.registry import model_of
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import did_you_mean
@@ -45,13 +46,28 @@ class Protocol:
     clip_prefix: str = ""
     reference: str | None = None  # the default reference; None requires --reference
 
+    def find_networks(self) -> None:
+        """Raise one `RefusedError` for all files of networks that are not on this machine."""
+        used = {self.features, self.manifold, self.clip_model, *self.metrics}
+        files = [file for network, file in NETWORK_FILES.items() if network in used]
+        find_weights(f"the protocol {self.name}", *files)
+
+
+class _Shipped(msgspec.Struct, forbid_unknown_fields=True):
+    """The content of `protocols.toml`."""
+
+    files: dict[str, str]
+    protocol: list[Protocol]
+
 
 _SHIPPED = msgspec.toml.decode(
-    Path(__file__).with_name("protocols.toml").read_bytes(), type=dict[str, list[Protocol]]
-)["protocol"]
-PROTOCOLS = {protocol.name: protocol for protocol in _SHIPPED}
+    Path(__file__).with_name("protocols.toml").read_bytes(), type=_Shipped
+)
+NETWORK_FILES = _SHIPPED.files
+"""The files of the networks that do not ship, by extractor, CLIP model or metric."""
+PROTOCOLS = {protocol.name: protocol for protocol in _SHIPPED.protocol}
 
-_MEASURED = set[str]().union(*(protocol.metrics for protocol in _SHIPPED))
+_MEASURED = set[str]().union(*(protocol.metrics for protocol in _SHIPPED.protocol))
 # An image metric outside all shipped protocols gets a protocol with the metric's name.
 for _metric in OF_IMAGES:
     if _metric not in _MEASURED:

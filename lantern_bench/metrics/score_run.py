@@ -89,6 +89,7 @@ def load_scorers(protocol: Protocol, reference: str | None, device: str) -> Scor
     chosen = choose_compute(device).device
     # The reference first: it is found quickly, and scorers are large.
     found = find_reference(reference, protocol)
+    protocol.find_networks()
     names = dict.fromkeys([protocol.features, protocol.manifold])
     extractors = [find_extractor(name) for name in names if name is not None]
     of_pictures = {name: METRICS[name].function()(protocol, chosen) for name in protocol.metrics}

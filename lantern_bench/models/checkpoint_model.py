@@ -18,8 +18,9 @@ from lantern_bench.models.networks.transformer_config import (
     TransformerConfig,
     with_one_rope_base,
 )
-from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.files import hash_of, read_json
+from lantern_bench.utils.errors import LanternError, UserError
+from lantern_bench.utils.files import read_json
+from lantern_bench.utils.hashes import hash_of
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +94,7 @@ class CheckpointModel(Model):
         self.name = name
         self.family = self.family_spec.name
         self.licence = self.family_spec.licence
+        self.ignored = self.family_spec.ignored
         self.defaults = self.family_spec.defaults
         self.spec = spec
         self.paths = paths
@@ -242,6 +244,17 @@ class CheckpointModel(Model):
             name: hub.expected_path(part) for name, part in hub.PARTS.get(self.name, {}).items()
         }
 
+    def missing(self, *, drafter: bool) -> list[LanternError]:
+        """Return the error for the parts of a published model that are not on this machine."""
+        if self.paths:
+            return []
+        parts = hub.PARTS.get(self.name, {})
+        try:
+            hub.local_paths(self.name, [part for part in parts if drafter or part != "drafter"])
+        except LanternError as error:
+            return [error]
+        return []
+
     def open_part(self, part: str) -> Checkpoint:
         """Open the target's or the tokenizer's checkpoint, the entry that the model file names."""
         from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
@@ -313,7 +326,7 @@ class CheckpointModel(Model):
             self.target_keys(target, checkpoint),
             dtype=dtype,
             device=device,
-            ignored=self.family_spec.ignored,
+            ignored=self.ignored,
             wanted=f"{self.family_spec.kind}, {config.layers} layers of width {config.dim}",
         )
         self.remarks += checkpoint.remarks
@@ -372,10 +385,10 @@ class CheckpointModel(Model):
         if not self.paths:
             # With its files, because they may state other sizes than the published spec.
             return type(self)(self.name, self.spec, hub.local_paths(self.name)).load(device, dtype)
-        from lantern_bench.models.checkpoints.checkpoint import read_own_table
         from lantern_bench.models.checkpoints.drafter_files import give_drafter
         from lantern_bench.models.checkpoints.vq_layouts import LAYOUTS, load_vq
         from lantern_bench.models.loaded_model import assemble
+        from lantern_bench.models.neighbour_tables import read_own_table
 
         paths = self.paths
         tokenizer = None

@@ -32,7 +32,8 @@ from lantern_bench.models.networks.target import (
 )
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import LanternError, UserError
-from lantern_bench.utils.files import file_sha256, hash_of
+from lantern_bench.utils.files import file_sha256
+from lantern_bench.utils.hashes import hash_of
 from lantern_bench.utils.text import one_line
 
 if TYPE_CHECKING:

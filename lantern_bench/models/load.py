@@ -9,18 +9,20 @@ from pathlib import Path
 import torch
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.experiment import ResolvedExperiment
+from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.decoding.engine import ENGINE_VERSION, Engine, compiler_problem
 from lantern_bench.decoding.neighbours import Space
 from lantern_bench.devices.compute import Compute, choose_compute
 from lantern_bench.devices.machine import check_free, processor
 from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
+from lantern_bench.models.checkpoints.checkpoint import count_numbers
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.model import Model
 from lantern_bench.models.networks.packed_linear import pack_for_decoding
 from lantern_bench.models.networks.target import CachedTarget
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.models.registry import model_of
-from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.errors import UserError, joined
 from lantern_bench.utils.files import cache_folder
 from lantern_bench.utils.progress import Emit, Note, ignore_events
 
@@ -48,10 +50,7 @@ def load_models(
     for name in experiment.settings.model:
         described = model_of(name)
         cells = [cell for cell in experiment.cells if cell.model == name]
-        if described.sizes is not None:
-            for cell in cells:
-                check_memory(cell.decoding, cell.batch, config=described.sizes, compute=compute)
-        model = described.load(compute.device, compute.dtype)
+        model = load_model(described, compute, cells, captions=True)
         for remark in model.remarks:
             emit(Note(remark, level="warning"))
         set_space(model, experiment.settings.neighbour_space)
@@ -59,6 +58,53 @@ def load_models(
             check_loaded(model, cell.decoding, batch=cell.batch, compute=compute)
         models[name] = model
     return models
+
+
+def load_model(
+    described: Model, compute: Compute, cells: Iterable[Cell] = (), *, captions: bool = False
+) -> LoadedModel:
+    """Load a model if its weights, and a step of each of `cells`, fit in the free memory.
+
+    Args:
+        described: The model.
+        compute: Device and type.
+        cells: Cells of the model.
+        captions: Whether captions will be encoded, so that a text encoder must be here.
+
+    Raises:
+        UserError: A file does not fit.
+        RefusedError: Parts are missing, or need too much memory.
+    """
+    missing = described.missing(drafter=False) if captions else []
+    if missing:
+        raise joined(missing)
+    weights = bytes_of_weights(described, compute)
+    check_free(
+        subject=f"the weights of {described.name} in {compute.dtype_name}",
+        needed=weights,
+        device=compute.device,
+        advice="Give --dtype bfloat16, or stop other programs.",
+    )
+    if described.sizes is not None:
+        for cell in cells:
+            check_memory(
+                cell.decoding,
+                cell.batch,
+                config=described.sizes,
+                compute=compute,
+                weights=weights,
+            )
+    return described.load(compute.device, compute.dtype)
+
+
+def bytes_of_weights(described: Model, compute: Compute) -> int:
+    """Return the memory that a model's weights take, as far as its files tell it."""
+    numbers = {}
+    for part, path in described.files().items():
+        if part in ("target", "drafter", "tokenizer") and path.exists():
+            # A tokenizer may be in the file of the target.
+            numbers[path] = count_numbers(path, described.entry_of(part), described.ignored)
+    return sum(numbers.values()) * compute.dtype.itemsize
 
 
 def load_to_decode(
@@ -100,9 +146,14 @@ def check_loaded(model: LoadedModel, decoding: Decoding, *, batch: int, compute:
 
 
 def check_memory(
-    decoding: Decoding, batch: int, *, config: TransformerConfig, compute: Compute
+    decoding: Decoding,
+    batch: int,
+    *,
+    config: TransformerConfig,
+    compute: Compute,
+    weights: int = 0,
 ) -> None:
-    """Raise `RefusedError` if less memory is free than a step needs besides the weights.
+    """Raise `RefusedError` if less memory is free than a step needs.
 
     It needs the cache, the mask and the distributions.
 
@@ -111,6 +162,7 @@ def check_memory(
         batch: Number of images at once.
         config: Sizes of the target.
         compute: Device and type.
+        weights: Bytes of weights that are not loaded yet.
     """
     nodes = 1 + decoding.draft_nodes
     rows = batch * (1 if decoding.cfg_scale == 1 else 2)
@@ -123,7 +175,7 @@ def check_memory(
     distributions = 4 * (batch * nodes * values + (decoding.neighbours or 0))
     check_free(
         subject=f"{decoding.cell_id}, batch {batch}",
-        needed=rows * columns * (cache + mask) + config.vocab_size * distributions,
+        needed=weights + rows * columns * (cache + mask) + config.vocab_size * distributions,
         device=compute.device,
         advice="Give a smaller --batch, or a draft of fewer nodes.",
     )

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decoding.engine import Engine
-from lantern_bench.decoding.neighbours import Space, in_space, nearest_codes
+from lantern_bench.decoding.neighbours import Space, in_space
 from lantern_bench.decoding.protocol import Drafter, PixelDecoder, Target
 from lantern_bench.methods.parameters import NeighbourMetric
+from lantern_bench.models.neighbour_tables import kept_nearest_codes
 from lantern_bench.models.networks.target import (
     CachedTarget,
     Prompts,
@@ -172,7 +173,7 @@ class LoadedModel:
         if table is None or table.shape[1] < columns:
             # Angles are the same in both spaces, and random neighbours have none.
             space = self.neighbour_space if metric == "l2" else "raw"
-            table = nearest_codes(in_space(rows, space), columns, metric=metric)
+            table = kept_nearest_codes(in_space(rows, space), columns, metric)
             self._tables[metric] = table
         return table
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.prompts.prompt import CAPTIONS
-from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.errors import LanternError, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,7 @@ class Model(ABC):
     parameters: int | None = None  # of the target
     classes: int | None = None  # for a model that takes classes and no captions
     sizes: TransformerConfig | None = None  # of the target, if it is this package's transformer
+    ignored: str = "$"  # a regular expression of tensors of its files that are not read
     prompt_sets: Mapping[str, Sequence[str]] = {"examples": CAPTIONS}  # the first is the default
 
     def check_prompt(self, text: str) -> None:
@@ -46,6 +47,16 @@ class Model(ABC):
     def entry_of(self, part: str) -> str | None:  # noqa: ARG002
         """Return the entry of a part's file that holds its weights. None: it is not chosen."""
         return None
+
+    def missing(self, *, drafter: bool) -> list[LanternError]:  # noqa: ARG002
+        """Return an error for what decoding captions needs and this machine lacks.
+
+        No weights are read.
+
+        Args:
+            drafter: Whether the drafter is needed.
+        """
+        return []
 
     @property
     def lacks_drafter(self) -> bool:

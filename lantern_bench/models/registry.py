@@ -25,7 +25,7 @@ from lantern_bench.models.model_file import (
     is_model_file,
     read_model_file,
 )
-from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.errors import LanternError, RefusedError, UserError
 from lantern_bench.utils.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -166,6 +166,9 @@ class _WithDrafter(Model):
 
     def files(self) -> Mapping[str, Path]:
         return {**self.model.files(), "drafter": self.file.drafter.path}
+
+    def missing(self, *, drafter: bool) -> list[LanternError]:  # noqa: ARG002
+        return self.model.missing(drafter=False)
 
     def entry_of(self, part: str) -> str | None:
         return self.file.drafter.weights if part == "drafter" else self.model.entry_of(part)

@@ -29,6 +29,7 @@ from lantern_bench.devices.machine import (
     peak_memory_bytes,
     reset_peak_memory,
 )
+from lantern_bench.models.load import load_model
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.networks.packed_linear import weights_of
 from lantern_bench.models.networks.target import TransformerTarget
@@ -326,7 +327,7 @@ def load_profiled_model(
         if random:
             loaded = random_model(name, device, dtype, generator=noise)
         else:
-            loaded = model.load(device, dtype)
+            loaded = load_model(model, compute, captions=True)
     return ProfiledModel(
         model=loaded,
         is_trained=size is None and not random,

@@ -49,8 +49,8 @@ def shown_by(progress: Progress, on_note: Callable[[Note], None]) -> Callable[[E
         match event:
             case Note():
                 on_note(event)
-            case ProgressEvent(label, share, total, values):
-                progress.share(label, share, total, **values)
+            case ProgressEvent(label, share, total, values, elapsed):
+                progress.share(label, share, total, elapsed=elapsed, **values)
             case Started(finished, to_do):
                 images = sum(to_do.values())
                 if finished:

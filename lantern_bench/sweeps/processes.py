@@ -21,7 +21,7 @@ from lantern_bench.utils import signals
 from lantern_bench.utils.causes import explained
 from lantern_bench.utils.clock import now
 from lantern_bench.utils.errors import LanternError, RecordsFailedError
-from lantern_bench.utils.progress import Emit, Note, ProgressEvent
+from lantern_bench.utils.progress import Emit, Note, ProgressEvent, heard_by
 from lantern_bench.utils.text import one_line
 
 SECONDS_TO_END = 30.0  # after these seconds a worker that does not end is killed
@@ -176,7 +176,7 @@ def serve(parent: Connection[Any, Any]) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
-        with signals.on_check(beat):
+        with signals.on_check(beat), heard_by(send):
             work(request, send)
     except LanternError as error:
         send(error)

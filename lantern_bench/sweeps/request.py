@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from lantern_bench.prompts.sets import describe_prompts, load_prompts
 from lantern_bench.storage.run_directory import done_images, finished_records, run_folder
 from lantern_bench.storage.run_store import check_folder
 from lantern_bench.sweeps.events import by_cell
-from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.errors import LanternError, RefusedError, UserError, joined
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,6 +43,8 @@ class Request:
     ray: str | None = None
     worker_timeout: float = WORKER_TIMEOUT  # seconds after which a silent worker process is ended
     command: str | None = None  # the command line as typed; None: called from Python
+    # what this machine lacks to decode and score, the models first
+    lacking: Sequence[LanternError] = ()
 
     def missing(self) -> list[ImageTask]:
         """Return the images without a record of status `ok`."""
@@ -114,7 +116,11 @@ def prepare(  # noqa: PLR0913  # one keyword for each flag of a sweep
     protocol = protocol_of(settings.protocol or default_protocol(settings.model))
 
     # 2. The prompts: each model checks them, and all models get the same.
-    of_models = [load_prompts(settings.prompts, model) for model in models.values()]
+    lacking = _lacking(resolved, models, protocol, with_models=ray is None)
+    try:
+        of_models = [load_prompts(settings.prompts, model) for model in models.values()]
+    except UserError as error:
+        raise joined([*lacking, error]) from error
     prompts = of_models[0]
     plan = make_plan(resolved, prompts)
 
@@ -140,7 +146,35 @@ def prepare(  # noqa: PLR0913  # one keyword for each flag of a sweep
         ray=ray,
         worker_timeout=worker_timeout,
         command=command,
+        lacking=lacking,
     )
+
+
+def _lacking(
+    experiment: ResolvedExperiment,
+    models: Mapping[str, Model],
+    protocol: Protocol,
+    *,
+    with_models: bool,
+) -> list[LanternError]:
+    """Return the errors for files of models and of scorers that are not on this machine."""
+    errors: list[LanternError] = []
+    for name, model in models.items() if with_models else ():
+        cells = [cell for cell in experiment.cells if cell.model == name]
+        needs_drafter = any(cell.decoding.drafting_row.needs_drafter for cell in cells)
+        errors += model.missing(drafter=needs_drafter)
+    if "quality" in experiment.settings.metrics:
+        try:
+            protocol.find_networks()
+        except RefusedError as error:
+            errors.append(or_without_quality(error))
+    return errors
+
+
+def or_without_quality(error: RefusedError) -> RefusedError:
+    """Return the error of a scorer with the advice to leave quality out."""
+    advice = f"{error.advice.rstrip('.')}. " if error.advice else ""
+    return RefusedError(error.message, f"{advice}Or leave quality out: --metrics speed.")
 
 
 def check_cells(

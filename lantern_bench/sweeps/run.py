@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from lantern_bench.devices.environment import prepare_environment
 from lantern_bench.storage.run_directory import RECORDS, done_images
 from lantern_bench.sweeps.events import Event
-from lantern_bench.sweeps.request import Request
+from lantern_bench.sweeps.request import Request, or_without_quality
 from lantern_bench.utils import signals
-from lantern_bench.utils.errors import RecordsFailedError, RefusedError
+from lantern_bench.utils.errors import RecordsFailedError, RefusedError, joined
 from lantern_bench.utils.progress import Emit, Note
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def run(request: Request, emit: Emit) -> dict[str, pd.DataFrame]:
 
 
 def _decode_and_score(request: Request, emit: Emit) -> None:
+    if request.lacking:
+        raise joined(request.lacking)
     settings = request.experiment.settings
     metrics = set(settings.metrics)
     device = settings.device if request.ray is None else "auto"  # this machine scores
@@ -65,10 +67,7 @@ def _decode_and_score(request: Request, emit: Emit) -> None:
         try:
             scorers = load_scorers(request.protocol, settings.reference, device)
         except RefusedError as error:
-            advice = f"{error.advice.rstrip('.')}. " if error.advice else ""
-            raise RefusedError(
-                error.message, f"{advice}Or leave quality out: --metrics speed."
-            ) from error
+            raise or_without_quality(error) from error
     _decode(request, emit)
     if metrics == {"speed"} or not done_images(request.folder):
         return

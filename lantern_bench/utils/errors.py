@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class LanternError(Exception):
     """Base class of errors that say what is wrong and what to do about it.
@@ -38,6 +40,16 @@ class RecordsFailedError(LanternError):
     """Some images failed, or the process that decoded them ended."""
 
     exit_code = 4
+
+
+def joined(errors: Sequence[LanternError]) -> LanternError:
+    """Return one error that lists several. It is a usage error if one of them is."""
+    if len(errors) == 1:
+        return errors[0]
+    kind = UserError if any(isinstance(error, UserError) for error in errors) else RefusedError
+    messages = "".join(f"\n  {error.message}" for error in errors)
+    advice = dict.fromkeys(error.advice for error in errors if error.advice)
+    return kind(f"{len(errors)} problems:{messages}", "\n".join(advice))
 
 
 class LogitsError(RecordsFailedError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Atomic writes, JSON, cache folders, and SHA-256 hashes of files."""
+"""Atomic writes, JSON, cache folders, and files of weights by name."""
 
 from __future__ import annotations
 
@@ -13,16 +13,11 @@ import shlex
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lantern_bench.utils.errors import UserError
-
-# Bytes. Hashing a smaller file takes less time than keeping its hash in the index.
-_WORTH_REMEMBERING = 32 * 10**6
-_PARTS = 256  # of a file that its fingerprint reads
-_PART_BYTES = 4096
 
 
 def user_cache() -> Path:
@@ -223,65 +218,21 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""The usual names of weights in a folder, in the order in which transformers looks for them."""
+
+
+def weights_in(folder: Path) -> list[str]:
+    """Return which of `WEIGHT_FILES` a folder has."""
+    return [name for name in WEIGHT_FILES if (folder / name).is_file()]
+
+
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def fingerprint(path: Path) -> str:
-    """Return what changes when a file changes, without reading all of it.
-
-    Programs that copy a file can keep its size and its times, so parts of the content count too.
-    """
-    state = path.stat()
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for part in range(_PARTS):
-            file.seek(state.st_size * part // _PARTS)
-            digest.update(file.read(_PART_BYTES))
-        file.seek(max(0, state.st_size - _PART_BYTES))
-        digest.update(file.read(_PART_BYTES))
-    facts = (
-        path.resolve(),
-        state.st_size,
-        state.st_mtime_ns,
-        state.st_ctime_ns,
-        state.st_dev,
-        state.st_ino,
-        digest.hexdigest(),
-    )
-    return "|".join(map(str, facts))
-
-
-def remembered_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file in hex, from an index where possible.
-
-    A checkpoint of 14 GB is hashed once. It is read again only when its `fingerprint` has changed.
-    """
-    if path.stat().st_size < _WORTH_REMEMBERING:
-        return file_sha256(path)
-    index = cache_folder() / "hashes.json"
-    key = fingerprint(path)
-    try:
-        hashes: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        hashes = {}
-    if key in hashes:
-        return hashes[key]
-    found = file_sha256(path)
-    # A file that was written meanwhile is not remembered.
-    if key == fingerprint(path):
-        hashes[key] = found
-        # Without a writable cache, the hash is computed again next time.
-        with contextlib.suppress(OSError):
-            write_atomically(index, json.dumps(hashes, indent=1).encode())
-    return found
-
-
-def hash_of(paths: Sequence[Path]) -> str:
-    """Return one hash for all files of a part of a model."""
-    hashes = [remembered_sha256(path) for path in paths]
-    if len(hashes) == 1:
-        return hashes[0]
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()

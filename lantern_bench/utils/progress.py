@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
 
 from lantern_bench.utils.clock import now
 from lantern_bench.utils.text import duration
 
 _LOG_SECONDS = 60.0  # between two lines of progress in a log
+_SLOW_SECONDS = 2.0  # after which `slow_task` shows progress
 
 
 class Note(NamedTuple):
@@ -26,6 +29,7 @@ class ProgressEvent(NamedTuple):
     done: float
     total: float = 1  # 1 where `done` is a fraction
     figures: Mapping[str, Any] = {}  # shown beside the progress
+    elapsed: float = 0.0  # seconds since a task began that is shown because it is slow
 
 
 Emit: TypeAlias = Callable[[Any], None]
@@ -34,6 +38,49 @@ Emit: TypeAlias = Callable[[Any], None]
 
 def ignore_events(_event: object) -> None:
     """Ignore an event: the default of functions that take an `Emit`."""
+
+
+# ---- Events of functions that take no `Emit`: loading, hashing, tables, captions
+
+_listener: ContextVar[Emit] = ContextVar("listener", default=ignore_events)
+
+
+@contextmanager
+def heard_by(emit: Emit) -> Iterator[None]:
+    """Let `emit` receive the events of `tell` and `slow_task`."""
+    token = _listener.set(emit)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def tell(event: Note | ProgressEvent) -> None:
+    """Send an event to the listener of `heard_by`, if there is one."""
+    _listener.get()(event)
+
+
+def slow_task(label: str, total: float) -> Callable[[float], None]:
+    """Begin a task whose progress is shown if it takes longer than 2 seconds.
+
+    Args:
+        label: Names the task.
+        total: How much there is to do.
+
+    Returns:
+        A function that is told how much more is done.
+    """
+    began = now()
+    done = 0.0
+
+    def add(more: float) -> None:
+        nonlocal done
+        done += more
+        elapsed = now() - began
+        if elapsed > _SLOW_SECONDS:
+            tell(ProgressEvent(label, done / total, elapsed=elapsed))
+
+    return add
 
 
 class Progress:
@@ -59,7 +106,13 @@ class Progress:
         self._bar: Any = None
 
     def share(
-        self, description: str, done: float, total: float = 1, **figures: float | str
+        self,
+        description: str,
+        done: float,
+        total: float = 1,
+        *,
+        elapsed: float = 0.0,
+        **figures: float | str,
     ) -> None:
         """Show how much of a task is done.
 
@@ -67,11 +120,12 @@ class Progress:
             description: Names the task. A new description ends the last task.
             done: How much is done.
             total: When the task is done; 1 if `done` is a fraction.
+            elapsed: Seconds since a task began that is shown late. It ends when it is done.
             **figures: Figures that are shown beside the progress.
         """
         if description != self._description:
             self.close()
-            self._start(description, total)
+            self._start(description, total, elapsed)
         words = []
         for name, value in figures.items():
             text = value if isinstance(value, str) else f"{value:.3g}"
@@ -88,6 +142,8 @@ class Progress:
                 seconds = self._line_time - self._start_time
                 time = f", {duration(seconds * (total - done) / done)} left"
             self._log(time)
+        if elapsed and done >= total:
+            self.close()
 
     def close(self) -> None:
         """End the task. Its bar or lines stay visible."""
@@ -97,11 +153,15 @@ class Progress:
             self._log(f" in {duration(now() - self._start_time)}")
         self._description = self._bar = None
 
-    def _start(self, description: str, total: float) -> None:
+    def _start(self, description: str, total: float, elapsed: float) -> None:
         self._description = description
         self._total = total
         self._figures = ""
-        self._start_time = self._line_time = now()
+        self._line_time = now()
+        self._start_time = now() - elapsed
+        if self._stream is None and elapsed:
+            self._line_time -= _LOG_SECONDS  # the first line says how much is done
+            return
         if self._stream is None:
             self._write_line(description if total == 1 else f"{description}: {total:g}")
             return
@@ -116,6 +176,7 @@ class Progress:
             smoothing=0,
             bar_format=f"{{l_bar}}{{bar}}|{count} {{elapsed}}, {{remaining}} left{{postfix}}",
         )
+        self._bar.start_t -= elapsed
 
     def _log(self, time: str) -> None:
         """Write a line: how much of the task is done, the time, and the figures."""

@@ -18,7 +18,7 @@ from lantern_bench.config.experiment import load_experiment
 from lantern_bench.models.registry import defaults_of
 from lantern_bench.report.format_tables import readable
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.progress import Note, ProgressEvent
+from lantern_bench.utils.progress import Note, ProgressEvent, heard_by, slow_task
 from lantern_bench.utils.text import duration
 from tests.helpers.made_up_run import build_tables, make_record, make_records, make_scores
 
@@ -227,6 +227,40 @@ def test_a_log_gets_at_most_one_a_minute(clock):
     assert lines[1] == "images: 60 of 400, 5 min 40 s left, mal 1.5, s/image 0.712"
     assert lines[-1] == "images: 400 of 400 in 6 min 40 s, mal 1.5, s/image 0.712"
     assert len(lines) == 1 + 6 + 1
+
+
+def loading(clock, emit, seconds):
+    """A task of ten parts."""
+    with heard_by(emit):
+        loaded = slow_task("loading target.pt", 10)
+        for _ in range(10):
+            clock.seconds += seconds / 10
+            loaded(1)
+
+
+def test_a_task_of_seconds_is_shown_with_the_time_left_and_a_short_one_is_not(clock):
+    console_, _, err = console()
+    with console_.events() as emit:
+        loading(clock, emit, seconds=1.9)
+        assert err.getvalue() == ""
+        loading(clock, emit, seconds=30.0)
+        clock.seconds += 5.0
+        emit(ProgressEvent("images", 0, 4))
+    assert err.getvalue().splitlines() == [
+        "loading target.pt: 10%, 27 s left",
+        "loading target.pt: 100% in 30 s",
+        "images: 4",
+        "images: 0 of 4 in 0 s",
+    ]
+
+
+def test_a_bar_of_a_task_of_seconds_counts_from_its_beginning(clock, monkeypatch):
+    console_, _, err = console(terminal=True)
+    monkeypatch.setattr("tqdm.std.time", lambda: clock.seconds)
+    with console_.events() as emit:
+        loading(clock, emit, seconds=30.0)
+    shown = err.getvalue()
+    assert "20%|##        | 00:06, 00:24 left" in shown
 
 
 def test_a_share_is_shown_as_per_cent_also_when_work_fails(clock):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from lantern_bench.cli import main as cli
+from lantern_bench.devices.compute import Compute
+from lantern_bench.models.load import bytes_of_weights
+from lantern_bench.models.registry import model_of
 from lantern_bench.storage.run_directory import read_manifest, read_records
 from tests.helpers import tiny_chameleon, tiny_llamagen
 from tests.helpers.tiny_t5 import save_tiny_t5
@@ -205,7 +209,7 @@ MISSING: dict[str, tuple[Callable[[], list[str]], int, str]] = {
     ),
     "end of the target": (cut_target, 2, "is truncated"),
     "code": (code_in_drafter, 2, "is a pickle with code in it"),
-    "weights": (lambda: ["--model", "llamagen-t2i-stage1"], 3, "is not on this machine"),
+    "weights": (lambda: ["--model", "llamagen-t2i-stage1"], 3, "not on this machine"),
     "judges": (
         lambda: ["--model", write_model("c2i"), "--metrics", "quality"],
         3,
@@ -231,6 +235,95 @@ def test_missing_parts_stop_a_sweep_before_it_writes(
 ) -> None:
     make, code, message = MISSING[what]
     refuse(["sweep", "tiny.yaml", *make(), "--out", "run"], code, message)
+
+
+def other_encoder() -> list[str]:
+    folder = save_tiny_t5(Path("narrow"), d_model=16)
+    return ["--model", write_model("t2i", text_encoder={"dir": folder})]
+
+
+def encoder_without_weights() -> list[str]:
+    model = write_model("t2i")
+    Path("model-t5/model.safetensors").unlink()
+    return ["--model", model]
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "message"),
+    [
+        MISSING["text encoder"],
+        MISSING["text encoder's files"],
+        (other_encoder, 2, "is another T5: its features have 16 numbers"),
+        (encoder_without_weights, 2, "is no whole T5 encoder: it has no weights"),
+    ],
+)
+@pytest.mark.parametrize("command", [["sweep", "tiny.yaml", "--out", "run"], ["generate", "a cat"]])
+def test_a_text_encoder_is_checked_before_weights_are_read(
+    command: list[str],
+    make: Callable[[], list[str]],
+    code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    refuse: Callable[..., None],
+) -> None:
+    monkeypatch.setattr("lantern_bench.models.load.count_numbers", fail)
+    refuse([*command, *make()], code, message)
+
+
+def fail(*_: object, **__: object) -> None:
+    raise AssertionError("weights were read")
+
+
+@pytest.mark.parametrize("kind", ["c2i", "t2i", "chameleon"])
+def test_weights_that_do_not_fit_are_not_read(
+    kind: str, monkeypatch: pytest.MonkeyPatch, refuse: Callable[..., None]
+) -> None:
+    """Each kind has some ten thousand numbers, and half the bytes in bfloat16."""
+    model = write_model(kind)
+    monkeypatch.setattr("lantern_bench.models.checkpoints.key_map.load_into", fail)
+    free = SimpleNamespace(available=40_000)
+    monkeypatch.setattr("lantern_bench.devices.machine.psutil.virtual_memory", lambda: free)
+    command = ["sweep", "tiny.yaml", "--model", model, "--modes", "ar", "--out", "run"]
+    words = (f"the weights of {model} in float32: needs", "--dtype bfloat16")
+    refuse([*command, "--dtype", "float32"], 3, *words)
+
+
+def test_loading_and_hashing_show_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each file of a model; in a pipe as plain lines."""
+    model = write_model("c2i")
+    command = ["sweep", "tiny.yaml", "--model", model, "--modes", "ar", "--images", "1"]
+    monkeypatch.setattr("lantern_bench.utils.progress._SLOW_SECONDS", -1.0)
+    monkeypatch.setattr("lantern_bench.utils.hashes._WORTH_REMEMBERING", 0)
+    assert cli.main([*command, "--out", "run"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    for task in ("loading target.pt", "loading vq.pt", "loading drafter", "hashing target.pt"):
+        assert f"{task}: 100% in 0 s" in lines
+
+
+def test_two_kinds_of_weights_of_a_text_encoder_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The first of them is read, as transformers does."""
+    model = write_model("t2i")
+    weights = Path("model-t5/model.safetensors")
+    torch.save(load_file(weights), Path("model-t5/pytorch_model.bin"))
+    command = ["sweep", "tiny.yaml", "--model", model, "--modes", "ar", "--images", "1"]
+    assert cli.main([*command, "--out", "run"]) == 0
+    named = "model-t5: has model.safetensors and pytorch_model.bin; model.safetensors is read"
+    assert named in capsys.readouterr().err
+
+
+def test_memory_of_weights_depends_on_the_dtype() -> None:
+    described = model_of(write_model("c2i"))
+    needed = [
+        bytes_of_weights(described, Compute(torch.device("cpu"), dtype))
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert needed[0] == 2 * needed[1]
+    stored = sum(path.stat().st_size for path in Path("model").glob("**/*.[pb][ti]*"))
+    assert 0.5 * stored < needed[0] <= stored
 
 
 def test_number_of_classes_comes_from_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:

@@ -275,6 +275,44 @@ def test_missing_scorers_are_refused_before_a_model_is_loaded(refuse):
     )
 
 
+PARTS = "the target, tokenizer, drafter and text encoder of llamagen-t2i-stage1: not on this"
+NETWORKS = "weights-inception-2015-12-05-6726825d.pth, vgg16-397923af.pth and ViT-B-32-quickgelu.s"
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "words"),
+    [
+        ([], 3, [PARTS, NETWORKS]),
+        (["--metrics", "speed"], 3, [PARTS]),
+        (["--prompts", "none.txt"], 2, [PARTS, NETWORKS, "--prompts none.txt: no such file"]),
+        (["--prompts", "none.txt", "--dry-run"], 2, [PARTS, NETWORKS, "--prompts none.txt"]),
+        (["--modes", "ar,scd", "--metrics", "speed"], 3, ["the target, tokenizer and text enc"]),
+        (["--ray", "auto", "--metrics", "quality"], 3, [NETWORKS]),
+    ],
+)
+def test_everything_that_is_missing_is_named_the_model_first(capsys, here, typed, code, words):
+    assert cli.main(["sweep", "--model", "llamagen-t2i-stage1", *typed]) == code
+    message = capsys.readouterr().err.partition("error: ")[2]
+    found = [message.find(word) for word in words]
+    assert found[0] > -1
+    assert found == sorted(found)
+    # Workers on Ray have files of their own.
+    assert ("of llamagen" in message) == ("--ray" not in typed)
+    assert list(here.iterdir()) == []
+
+
+def test_a_dry_run_warns_of_what_is_missing(capsys):
+    model = ["--model", "llamagen-t2i-stage1"]
+    assert cli.main(["sweep", *model, "--dry-run"]) == 0
+    written = capsys.readouterr()
+    assert "warning: 2 problems:\n  the target, tokenizer" in written.err
+    assert "lantern-bench weights get llamagen-t2i-stage1" in written.err
+    assert NETWORKS in written.err
+    assert "ar-t0" in written.out
+    assert cli.main(["sweep", "--dry-run"]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("typed", "word", "code"),
     [

@@ -17,15 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from torch import Tensor
 
 from lantern_bench.models.checkpoints.hub import weight_map
 from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.files import WEIGHT_FILES, weights_in
 from lantern_bench.utils.text import one_line
 
 # The kinds of checkpoint, and the pattern of names that each has. The first match counts.
@@ -45,12 +44,6 @@ _AVERAGED = re.compile(
 _DEEPEST = 3  # entries inside entries
 # Prefixes of DDP, of torch.compile and of FSDP.
 _WRAPPERS = re.compile(r"^module\.|^_orig_mod\.module\.|(_orig_mod|_fsdp_wrapped_module)\.")
-_IN_FOLDER = [
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-]
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _ADVICE = "Download or copy it again."
 _GIVE_OTHER = "Give the checkpoint of this model."
@@ -222,12 +215,12 @@ def open_checkpoint(
 
 def _open_folder(folder: Path, rename: Callable[[str], str], entry: str | None) -> Checkpoint:
     """Open the checkpoint of a folder. Raises `UserError` for two that differ."""
-    names = [name for name in _IN_FOLDER if (folder / name).is_file()]
-    broken = [name for name in _IN_FOLDER if (folder / name).is_symlink() and name not in names]
+    names = weights_in(folder)
+    broken = [name for name in WEIGHT_FILES if (folder / name).is_symlink() and name not in names]
     if broken:
         raise no_such_file(folder / broken[0])
     if not names:
-        usual = f"One of {', '.join(_IN_FOLDER)} is needed."
+        usual = f"One of {', '.join(WEIGHT_FILES)} is needed."
         others = [path.name for path in sorted(folder.iterdir()) if path.suffix in _ENDINGS]
         if not others:
             raise UserError(f"{folder}: holds no weights", usual)
@@ -244,6 +237,24 @@ def _open_folder(folder: Path, rename: Callable[[str], str], entry: str | None) 
             )
     opened.path = folder
     return opened
+
+
+def count_numbers(path: Path, entry: str | None, ignored: str) -> int:
+    """Return how many numbers a checkpoint has, without reading them.
+
+    0 for a file that cannot be opened: the code that loads it raises the error.
+
+    Args:
+        path: As of `open_checkpoint`.
+        entry: As of `open_checkpoint`.
+        ignored: Regular expression of tensors that do not count.
+    """
+    try:
+        opened = open_checkpoint(path, entry=entry)
+    except UserError:
+        return 0
+    counts = [tensor.numel() for name, tensor in opened.items() if not re.match(ignored, name)]
+    return sum(counts)
 
 
 def no_such_file(path: Path) -> UserError:
@@ -467,36 +478,3 @@ def _entry_of(path: Path, found: Mapping[str, Any], remarks: list[str]) -> str:
 def _entries(loaded: Mapping[Any, Any]) -> str:
     """The first entries of a file with their types, for errors."""
     return ", ".join(f"{name} ({type(loaded[name]).__name__})" for name in list(loaded)[:8])
-
-
-def read_own_table(path: Path, codes: int) -> Tensor:
-    """Read a user's table of nearest codes.
-
-    Args:
-        path: A .npy file, or `nearest` in a .npz or .safetensors file.
-        codes: Number of codes V.
-
-    Returns:
-        The table int32 [V, k].
-
-    Raises:
-        UserError: The file is malformed.
-    """
-    try:
-        read: Any = (
-            load_arrays(path)
-            if path.suffix == ".safetensors"
-            else np.load(path, allow_pickle=False)
-        )
-        table = read if isinstance(read, np.ndarray) else read["nearest"]
-    except (OSError, ValueError, KeyError, TypeError, EOFError, SafetensorError) as error:
-        raise UserError(
-            f"{path}: cannot be read as .npy, or as nearest in .npz or .safetensors"
-        ) from error
-    if table.ndim != 2 or table.dtype.kind not in "iu" or len(table) != codes:
-        raise UserError(
-            f"{path}: must hold whole numbers [{codes}, k], not {table.dtype} {list(table.shape)}"
-        )
-    if not ((table >= 0) & (table < codes)).all() or (table == np.arange(codes)[:, None]).any():
-        raise UserError(f"{path}: each row must name other codes, from 0 to {codes - 1}")
-    return torch.from_numpy(table.astype(np.int32))

@@ -21,7 +21,8 @@ from lantern_bench.models.networks.transformer_config import (
     with_one_rope_base,
 )
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.files import hash_of, read_json
+from lantern_bench.utils.files import read_json
+from lantern_bench.utils.hashes import hash_of
 
 # Tables and caches in published files, which are computed anew.
 _COMPUTED = r"(.*\.)?(freqs_cis|causal_mask|k_cache|v_cache|inv_freq|cos_cached|sin_cached)$"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,7 +16,7 @@ import msgspec
 
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import read_json, user_cache
-from lantern_bench.utils.text import one_line
+from lantern_bench.utils.text import listed, one_line
 
 WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"
 """The environment variable that names the folder of the weights."""
@@ -184,6 +184,36 @@ def _hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
 
 
+def find_weights(scorer: str, *file_names: str) -> list[Path]:
+    """Return the paths of published files of weights of scorers on this machine.
+
+    Args:
+        scorer: What needs them, for the error.
+        file_names: Their names.
+
+    Raises:
+        RefusedError: Files are in no folder. The error names all of them.
+    """
+    torch_home = Path(os.environ.get("TORCH_HOME") or user_cache() / "torch")
+    cache = torch_home.expanduser() / "hub" / "checkpoints"
+    folders = (weights_folder() or cache, cache)
+    found = []
+    missing = []
+    for name in file_names:
+        paths = [folder / name for folder in folders if (folder / name).is_file()]
+        found += paths[:1]
+        if not paths:
+            missing.append(name)
+    if missing:
+        raise RefusedError(
+            f"the weights of {scorer} are not on this machine: {listed(missing)}: neither in the "
+            f"folder that {WEIGHTS_VARIABLE} names nor in the cache of torch.hub (scoring "
+            "downloads nothing)",
+            f"Put {listed(missing)} there; docs/troubleshooting.md has the addresses.",
+        )
+    return found
+
+
 Part: TypeAlias = tuple[Source, ...]
 """The sources of a part. Any source on this machine is used, and the first is downloaded."""
 
@@ -246,30 +276,34 @@ def _published_files() -> dict[str, str]:
     return known
 
 
-def local_paths(model: str) -> dict[str, Path]:
+def local_paths(model: str, required: Iterable[str] = ("target", "tokenizer")) -> dict[str, Path]:
     """Return the paths of a published model on this machine.
+
+    Args:
+        model: The model.
+        required: Parts that must be here.
 
     Raises:
         UserError: The files of this model are not published.
-        RefusedError: The target or the tokenizer is missing.
+        RefusedError: Required parts are missing. The error names all of them.
     """
     if model not in PARTS:
         raise UserError(
             f"{model}: no published files of this model are known",
             f"The published models are {', '.join(PARTS)}; for your own files write a model.yaml.",
         )
-    paths: dict[str, Path] = {}
-    for name, part in PARTS[model].items():
-        path = local_path(part)
-        if path is not None:
-            paths[name] = path
-        elif name in ("target", "tokenizer"):
-            raise RefusedError(
-                f"the {name} of {model} is not on this machine: {part[0].repo} is neither in the "
-                f"folder that {WEIGHTS_VARIABLE} names nor in the Hugging Face cache",
-                f"Type `lantern-bench weights get {model}`, or set {WEIGHTS_VARIABLE} to the "
-                "directory that has it.",
-            )
+    found = {name: local_path(part) for name, part in PARTS[model].items()}
+    paths = {name: path for name, path in found.items() if path is not None}
+    missing = {name: PARTS[model][name][0].repo for name in required if name not in paths}
+    if missing:
+        parts = listed([name.replace("_", " ") for name in missing])
+        repos = listed(list(dict.fromkeys(missing.values())))
+        raise RefusedError(
+            f"the {parts} of {model}: not on this machine: neither the folder that "
+            f"{WEIGHTS_VARIABLE} names nor the Hugging Face cache has the files of {repos}",
+            f"Type `lantern-bench weights get {model}`, or set {WEIGHTS_VARIABLE} to the "
+            "directory that has them.",
+        )
     return paths
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lantern_bench.models.checkpoints.checkpoint import Checkpoint, is_mostly_zero, what_is
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.progress import slow_task
 
 # Names of tensors with a row for each token of the vocabulary.
 _BY_TOKEN = r"(tok_embeddings|embed_tokens|lm_head|^output|\.output)\.weight$"
@@ -88,6 +89,8 @@ def load_into(
         if not tensor.is_floating_point()
     }
     zeros = []
+    total = sum(ours[name].numel() for name in key_map)
+    loaded = slow_task(f"loading {checkpoint.path.name}", total)
     for name, slices in key_map.items():
         tensor = torch.empty(ours[name].shape, dtype=dtype, device=device)
         for slice_, rows in _rows_of(tensor, slices):
@@ -101,6 +104,7 @@ def load_into(
                 "--dtype bfloat16.",
             )
         state[name] = tensor
+        loaded(tensor.numel())
     checkpoint.note_zeros(zeros)
     module.load_state_dict(state, strict=True, assign=True)
     module.requires_grad_(requires_grad=False).eval().to(device)

@@ -13,14 +13,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.models.checkpoint_model import FAMILIES, CheckpointModel, layout_of
+from lantern_bench.models.networks.t5_files import check_encoder, no_encoder
 from lantern_bench.models.networks.transformer_config import (
     TransformerConfig,
     llama_sizes,
     read_number,
 )
 from lantern_bench.prompts.prompt import class_number, some_classes
-from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.files import cache_folder
+from lantern_bench.utils.errors import LanternError, UserError
+from lantern_bench.utils.files import cache_folder, weights_in
+from lantern_bench.utils.text import listed
 
 if TYPE_CHECKING:
     from lantern_bench.models.checkpoints.checkpoint import Checkpoint
@@ -190,14 +192,34 @@ class TextToImage(LlamaGen):
             sizes, CaptionFeatures(sizes.prefix, self.numbers["caption_dim"], sizes.dim)
         )
 
+    def missing(self, *, drafter: bool) -> list[LanternError]:
+        """Return the errors for parts that are not here, and of an unfit text encoder.
+
+        Args:
+            drafter: Whether the drafter is needed.
+        """
+        errors = super().missing(drafter=drafter)
+        folder = self.files().get("text_encoder")
+        if folder is None:
+            return [*errors, no_encoder(self.name)]
+        if folder.is_dir():
+            try:
+                check_encoder(folder, self.numbers["caption_dim"])
+            except LanternError as error:
+                errors.append(error)
+        return errors
+
     def prompts(self, target: TransformerTarget) -> Prompts:
         """Return captions through the text encoder."""
-        from lantern_bench.models.networks.t5 import CaptionEncoder, no_encoder
+        from lantern_bench.models.networks.t5 import CaptionEncoder, refuse_captions
         from lantern_bench.models.networks.target import Prompts
 
         folder = self.paths.get("text_encoder")
         if folder is None:
-            return no_encoder(self.name)
+            return refuse_captions(self.name)
+        kinds = weights_in(folder)
+        if len(kinds) > 1:
+            self.remarks.append(f"{folder}: has {listed(kinds)}; {kinds[0]} is read")
         encoder = CaptionEncoder(
             folder,
             cache=cache_folder() / "features",

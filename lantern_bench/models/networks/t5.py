@@ -12,6 +12,7 @@ import html
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,13 +21,17 @@ from urllib.parse import unquote_plus
 
 import msgspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
+from lantern_bench.devices.machine import check_free
+from lantern_bench.models.networks.t5_files import check_encoder, no_encoder
 from lantern_bench.models.networks.target import Condition, Prompts
 from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.files import read_json, remembered_sha256, write_file
+from lantern_bench.utils.files import write_file
+from lantern_bench.utils.hashes import remembered_sha256
+from lantern_bench.utils.progress import Note, tell
 from lantern_bench.utils.text import one_line
 
 # ---- Caption cleaning, as in the training of LlamaGen
@@ -114,11 +119,21 @@ class CaptionEncoder:
         return self.cache / name[:2] / f"{name}.safetensors"
 
     def prepare(self, captions: Sequence[str]) -> Iterator[tuple[int, int]]:
-        """Encode the captions that have no features yet, then free the encoder.
+        """Encode the captions that have no features yet, and say how many captions are cut.
 
         Yields:
             Encoded captions and their total. Nothing if all captions have features.
         """
+        yield from self._complete(captions)
+        texts = list(dict.fromkeys(captions))
+        cut = sum(self._tokens(text) > self.positions for text in texts)
+        if cut:
+            text = f"{cut:,} of {len(texts):,} captions are longer than the {self.positions} tokens"
+            advice = "The model sees their beginning only."
+            tell(Note(f"{text} that the model takes", advice, "warning"))
+
+    def _complete(self, captions: Sequence[str]) -> Iterator[tuple[int, int]]:
+        """Encode captions as `prepare` does, then free the encoder."""
         missing = [
             caption for caption in dict.fromkeys(captions) if not self.path(caption).is_file()
         ]
@@ -129,8 +144,12 @@ class CaptionEncoder:
         yield 0, len(missing)
         try:
             for number, caption in enumerate(missing, start=1):
-                features = self._encode(cleaned(caption), tokenizer, encoder)
-                write_file(self.path(caption), save({"features": features}))
+                text = cleaned(caption)
+                kept = {
+                    "features": self._encode(text, tokenizer, encoder),
+                    "tokens": torch.tensor(len(tokenizer(text)["input_ids"])),
+                }
+                write_file(self.path(caption), save(kept))
                 yield number, len(missing)
         finally:
             del tokenizer, encoder
@@ -154,20 +173,33 @@ class CaptionEncoder:
 
     def __call__(self, captions: Sequence[str]) -> Condition:
         """Return the features of captions. Captions that are not in the cache are encoded now."""
-        list(self.prepare(captions))
+        list(self._complete(captions))
         values = torch.zeros(len(captions), self.positions, self.width, dtype=self.dtype)
         valid = torch.zeros(len(captions), self.positions, dtype=torch.bool)
-        for row, path in enumerate(map(self.path, captions)):
-            try:
-                features = load_file(path)["features"]
-            except (OSError, SafetensorError, KeyError) as error:
-                raise RefusedError(
-                    f"{path}: damaged features of a caption: {error}", "Remove the file."
-                ) from error
+        for row, caption in enumerate(captions):
+            with self._kept(caption) as file:
+                features = file.get_tensor("features")
             start = self.positions - len(features)
             values[row, start:] = features
             valid[row, start:] = True
         return Condition(values.to(self.device), valid.to(self.device))
+
+    def _tokens(self, caption: str) -> int:
+        """Return the tokens of a whole caption; 0 if its features were kept without."""
+        with self._kept(caption) as file:
+            return int(file.get_tensor("tokens")) if "tokens" in set(file.keys()) else 0
+
+    @contextmanager
+    def _kept(self, caption: str) -> Iterator[Any]:
+        """Open the features of a caption. Raises `RefusedError` for a damaged file."""
+        path = self.path(caption)
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file
+        except (OSError, SafetensorError) as error:
+            raise RefusedError(
+                f"{path}: damaged features of a caption: {error}", "Remove the file."
+            ) from error
 
 
 def load_t5(folder: Path, width: int, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -183,58 +215,48 @@ def load_t5(folder: Path, width: int, dtype: torch.dtype) -> tuple[Any, Any]:
 
     Raises:
         UserError: The folder has no T5 encoder, or one of another width.
-        RefusedError: transformers is not installed.
+        RefusedError: transformers is not installed, or too little memory is free.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"{folder}: is no T5 encoder: it has no config.json")
-    config = read_json(path)
-    kind = config.get("model_type")
-    if kind != "t5":
-        raise UserError(f"{folder}: is no T5 encoder: its config.json says model_type {kind}")
-    numbers = config.get("d_model")
-    if numbers != width:
-        raise UserError(
-            f"{folder}: is another T5: its features have {numbers} numbers, and the model takes "
-            f"{width}",
-            "The published models take google/flan-t5-xl.",
-        )
-    try:
-        from transformers import AutoTokenizer, T5EncoderModel, logging
-    except ImportError as error:
-        raise RefusedError(
-            "captions need the package transformers, which is not installed",
-            f"Type `pip install 'lantern-bench[hf]'`; {_GIVE_FEATURES}",
-        ) from error
+    check_encoder(folder, width)
+    from transformers import AutoConfig, AutoTokenizer, T5EncoderModel, logging
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    try:
+    with _reading(folder):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            numbers = sum(weight.numel() for weight in T5EncoderModel(config).parameters())
+    check_free(
+        subject=f"the text encoder {folder}",
+        needed=numbers * dtype.itemsize,
+        device=torch.device("cpu"),  # where transformers reads it
+        advice="Stop other programs. Features of captions are kept, so it is needed once.",
+    )
+    with _reading(folder):
         encoder, report = T5EncoderModel.from_pretrained(
             folder, dtype=dtype, local_files_only=True, output_loading_info=True
         )
-    except Exception as error:  # each library below raises its own
-        raise UserError(f"{folder}: cannot be read as a T5 encoder: {one_line(error)}") from error
     lacking = sorted(report["missing_keys"])[:5]
     if lacking:
         raise UserError(f"{folder}: is no whole T5 encoder, it lacks {', '.join(lacking)}")
     return tokenizer, encoder.eval().requires_grad_(requires_grad=False)
 
 
-_GIVE_FEATURES = "or give features: lantern_bench.decode(..., conditions=...)."
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Raise `UserError` for any error of the libraries that read the encoder."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{folder}: cannot be read as a T5 encoder: {one_line(error)}") from error
 
 
-def no_encoder(model: str) -> Prompts:
+def refuse_captions(model: str) -> Prompts:
     """Refuse captions of a model whose text encoder is not on this machine."""
 
     def refuse(_captions: Sequence[str]) -> NoReturn:
-        fetch = f"Type `lantern-bench weights get {model}`"
-        if Path(model).suffix in (".yaml", ".yml"):
-            fetch = f"Name its folder in {model}, text_encoder: {{dir: ...}}"
-        raise RefusedError(
-            f"{model} needs its text encoder (FLAN-T5-XL), and it is not on this machine",
-            f"{fetch}; {_GIVE_FEATURES}",
-        )
+        raise no_encoder(model)
 
     return Prompts(refuse, refuse)
 

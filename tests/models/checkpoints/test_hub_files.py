@@ -26,6 +26,7 @@ from lantern_bench.models.checkpoints.hub import (
     missing_sources,
 )
 from lantern_bench.utils import files as files_module
+from lantern_bench.utils import hashes
 from lantern_bench.utils.errors import RefusedError, UserError
 
 COMMIT = "c0ffee" * 6 + "beef"
@@ -302,24 +303,20 @@ def test_what_cannot_be_fetched_is_refused(words, wrong, capsys):
 
 
 def test_large_files_are_hashed_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(files_module, "_WORTH_REMEMBERING", 4)
+    monkeypatch.setattr(hashes, "_WORTH_REMEMBERING", 4)
     path = tmp_path / "large.pt"
     path.write_bytes(b"12345678")
     read = []
-    real = files_module.file_sha256
-    monkeypatch.setattr(files_module, "file_sha256", lambda path: read.append(path) or real(path))
-    assert (
-        files_module.remembered_sha256(path)
-        == sha(b"12345678")
-        == files_module.remembered_sha256(path)
-    )
+    real = hashes._large_sha256
+    monkeypatch.setattr(hashes, "_large_sha256", lambda path: read.append(path) or real(path))
+    assert hashes.remembered_sha256(path) == sha(b"12345678") == hashes.remembered_sha256(path)
     assert len(read) == 1
     path.write_bytes(b"87654321")
     os.utime(path, ns=(1, 1))
-    assert files_module.remembered_sha256(path) == sha(b"87654321")
+    assert hashes.remembered_sha256(path) == sha(b"87654321")
     assert len(read) == 2
     (files_module.cache_folder() / "hashes.json").write_text("damaged")
-    assert files_module.remembered_sha256(path) == sha(b"87654321")
+    assert hashes.remembered_sha256(path) == sha(b"87654321")
 
 
 def test_sources_are_well_formed():
@@ -338,17 +335,17 @@ def test_a_file_of_the_same_size_and_time_is_hashed_again(
 ) -> None:
     """`cp -p` over a file and `rsync -a` keep both; other programs can also set the time back."""
     monkeypatch.setenv("LANTERN_BENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(files_module, "_WORTH_REMEMBERING", 0)
+    monkeypatch.setattr(hashes, "_WORTH_REMEMBERING", 0)
     path = tmp_path / "model.pt"
     other = tmp_path / "other.pt"
     path.write_bytes(b"a" * 5000)
     other.write_bytes(b"b" * 5000)
     for file in (path, other):
         os.utime(file, ns=(10**18, 10**18))
-    first = files_module.remembered_sha256(path)
+    first = hashes.remembered_sha256(path)
     shutil.copy2(other, path)
     assert path.stat().st_mtime_ns == 10**18
-    assert files_module.remembered_sha256(path) == files_module.file_sha256(other) != first
+    assert hashes.remembered_sha256(path) == files_module.file_sha256(other) != first
 
     # Also where not even the inode and the time of the change differ.
     state = path.stat()
@@ -356,7 +353,7 @@ def test_a_file_of_the_same_size_and_time_is_hashed_again(
     path.write_bytes(content)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "stat", lambda _self, **_how: state)
-        found = files_module.remembered_sha256(path)
+        found = hashes.remembered_sha256(path)
     assert found == hashlib.sha256(content).hexdigest()
 
 

@@ -10,14 +10,17 @@ import shutil
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, T5EncoderModel
 
 from lantern_bench.models.networks import t5 as t5_module
-from lantern_bench.models.networks.t5 import CaptionEncoder, cleaned, no_encoder
+from lantern_bench.models.networks.t5 import CaptionEncoder, cleaned, refuse_captions
 from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.progress import heard_by
 from tests.helpers.tiny_t5 import WIDTH, save_tiny_t5
 
 CAPTIONS = ["A cat on the grass", "two red lanterns over a lake at dusk"]
@@ -81,6 +84,33 @@ def test_long_captions_are_truncated(t5, tmp_path):
     assert valid.all()
 
 
+def test_captions_that_are_cut_are_counted(t5, tmp_path):
+    """Also from the cache; features that were kept by earlier versions do not count."""
+    long = "the cat on the grass at the lake at dusk"
+    told = []
+    for captions in (["a cat on the lake"], [*CAPTIONS, long, long], [long]):
+        with heard_by(told.append):
+            list(source(t5, tmp_path, positions=6).prepare(captions))
+    assert [note.text for note in told] == [
+        "2 of 3 captions are longer than the 6 tokens that the model takes",
+        "1 of 1 captions are longer than the 6 tokens that the model takes",
+    ]
+    encoder = source(t5, tmp_path, positions=6)
+    path = encoder.path(long)
+    save_file({"features": load_file(path)["features"]}, path)
+    with heard_by(told.append):
+        list(encoder.prepare([long]))
+    assert len(told) == 2
+
+
+def test_an_encoder_that_does_not_fit_in_memory_is_not_read(t5, tmp_path, monkeypatch):
+    free = SimpleNamespace(available=1000)
+    monkeypatch.setattr("lantern_bench.devices.machine.psutil.virtual_memory", lambda: free)
+    monkeypatch.setattr(T5EncoderModel, "from_pretrained", None)
+    with pytest.raises(RefusedError, match=r"the text encoder .* needs .* GB, and .* are free"):
+        source(t5, tmp_path)(CAPTIONS)
+
+
 def test_captions_are_encoded_once_and_encoder_freed(t5, tmp_path, monkeypatch):
     loads = []
     models = []
@@ -120,7 +150,7 @@ def test_caches_are_separate_by_encoder_dtype_and_length(t5, tmp_path):
 
 def test_missing_encoder_error_names_the_fix():
     def refused(model):
-        prompts = no_encoder(model)
+        prompts = refuse_captions(model)
         assert prompts.sha256 is None
         for use in (prompts.prepare, prompts.condition):
             with pytest.raises(RefusedError, match="needs its text encoder") as caught:
