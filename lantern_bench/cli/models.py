@@ -116,7 +116,9 @@ def _weights(model: Model, part: dict[str, Any], console: Console) -> dict[str, 
     if not part["found"] or part["part"] not in ("target", "tokenizer", "drafter"):
         return hashed
     try:
-        checkpoint = open_checkpoint(Path(part["place"]), entry=model.entry_of(part["part"]))
+        entry = model.stated(part["part"], "weights")
+        checkpoint = open_checkpoint(Path(part["place"]), entry=entry)
+        checkpoint.check_hash(model.stated(part["part"], "sha256"))
     except UserError as error:
         console.warn(error.message, error.advice)
         return hashed

@@ -260,11 +260,9 @@ class CheckpointModel(Model):
         from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
 
         path = self.paths.get(part, self.paths["target"])
-        return open_checkpoint(path, self.rename_tensor, self.entry_of(part))
-
-    def entry_of(self, part: str) -> str | None:
-        """Return the entry of a part's file that the model file names."""
-        return getattr(getattr(self.file, part, None), "weights", None)
+        checkpoint = open_checkpoint(path, self.rename_tensor, self.stated(part, "weights"))
+        checkpoint.check_hash(self.stated(part, "sha256"))
+        return checkpoint
 
     def head_key(self, checkpoint: Checkpoint, embedding: str, section: str = "") -> str:
         """Return the tensor of the output head, which is the embedding in a tied model.
@@ -395,7 +393,8 @@ class CheckpointModel(Model):
         target, files = self.load_target(device, dtype)
         # The hash covers sizes too: they change the output, and the checkpoint does not state all.
         sizes = repr((target.config, target.config.token_ids))
-        sizes += "".join(f" {part} {self.entry_of(part)}" for part in paths if self.entry_of(part))
+        entries = {part: self.stated(part, "weights") for part in paths}
+        sizes += "".join(f" {part} {entry}" for part, entry in entries.items() if entry)
         hashes = {"target": hash_of(files), "sizes": hashlib.sha256(sizes.encode()).hexdigest()}
         layout = LAYOUTS[self.family_spec.vq_layout]
         if "tokenizer" in paths or layout.inside:
@@ -416,7 +415,7 @@ class CheckpointModel(Model):
         )
         model.remarks = tuple(dict.fromkeys(self.remarks))
         if "drafter" in paths:
-            give_drafter(model, paths["drafter"], self.entry_of("drafter"))
+            give_drafter(model, self)
         if "neighbours" in paths:
             model.given_table = read_own_table(paths["neighbours"], target.n_codes)
         return model

@@ -103,7 +103,9 @@ def bytes_of_weights(described: Model, compute: Compute) -> int:
     for part, path in described.files().items():
         if part in ("target", "drafter", "tokenizer") and path.exists():
             # A tokenizer may be in the file of the target.
-            numbers[path] = count_numbers(path, described.entry_of(part), described.ignored)
+            numbers[path] = count_numbers(
+                path, described.stated(part, "weights"), described.ignored
+            )
     return sum(numbers.values()) * compute.dtype.itemsize
 
 

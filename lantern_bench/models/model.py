@@ -32,6 +32,7 @@ class Model(ABC):
     parameters: int | None = None  # of the target
     classes: int | None = None  # for a model that takes classes and no captions
     sizes: TransformerConfig | None = None  # of the target, if it is this package's transformer
+    file: Any = None  # the model file that describes it
     ignored: str = "$"  # a regular expression of tensors of its files that are not read
     prompt_sets: Mapping[str, Sequence[str]] = {"examples": CAPTIONS}  # the first is the default
 
@@ -44,9 +45,9 @@ class Model(ABC):
         """Return the path of each part on this machine, or the path to which it is downloaded."""
         return {}
 
-    def entry_of(self, part: str) -> str | None:  # noqa: ARG002
-        """Return the entry of a part's file that holds its weights. None: it is not chosen."""
-        return None
+    def stated(self, part: str, key: str) -> str | None:
+        """Return a value of a part in the model file, such as `weights`; None without any."""
+        return getattr(getattr(self.file, part, None), key, None)
 
     def missing(self, *, drafter: bool) -> list[LanternError]:  # noqa: ARG002
         """Return an error for what decoding captions needs and this machine lacks.

@@ -80,12 +80,16 @@ class _Part(_Keys):
     path: Path
 
 
-class CheckpointPart(_Part):
+class _WeightsPart(_Part):
+    # The entry of a torch file that holds the weights.
+    weights: _Text | None = None
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
+
+
+class CheckpointPart(_WeightsPart):
     """A checkpoint (a file or a folder) and its sizes."""
 
     path: Annotated[Path, _Relative, _PATH, Field(alias="checkpoint")]
-    # The entry of a torch file that holds the weights.
-    weights: _Text | None = None
     config: Annotated[dict[str, Any] | None, BeforeValidator(_json_or_mapping)] = None
 
 
@@ -101,10 +105,8 @@ class FolderPart(_Part):
     path: Annotated[DirectoryPath, _Relative, _PATH, Field(alias="dir")]
 
 
-class DrafterPart(FolderPart):
+class DrafterPart(FolderPart, _WeightsPart):
     """The folder of a drafter."""
-
-    weights: _Text | None = None  # as in `CheckpointPart`
 
 
 class TablePart(_Part):

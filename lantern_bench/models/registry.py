@@ -154,7 +154,7 @@ class _WithDrafter(Model):
 
     def __init__(self, file: ExternalDrafter) -> None:
         model = model_of(file.model)
-        same = "family licence prompt_sets defaults sizes codes tokens parameters classes"
+        same = "family licence prompt_sets defaults sizes ignored codes tokens parameters classes"
         for field in same.split():
             setattr(self, field, getattr(model, field))
         self.file = file
@@ -170,13 +170,15 @@ class _WithDrafter(Model):
     def missing(self, *, drafter: bool) -> list[LanternError]:  # noqa: ARG002
         return self.model.missing(drafter=False)
 
-    def entry_of(self, part: str) -> str | None:
-        return self.file.drafter.weights if part == "drafter" else self.model.entry_of(part)
+    def stated(self, part: str, key: str) -> str | None:
+        if part == "drafter":
+            return super().stated(part, key)
+        return self.model.stated(part, key)
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         from lantern_bench.models.checkpoints.drafter_files import give_drafter
 
         loaded = self.model.load(device, dtype)
         loaded.name = self.name
-        give_drafter(loaded, self.file.drafter.path, self.file.drafter.weights)
+        give_drafter(loaded, self)
         return loaded

@@ -7,6 +7,8 @@ included.
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -300,6 +302,46 @@ def test_loading_and_hashing_show_progress(
     lines = capsys.readouterr().err.splitlines()
     for task in ("loading target.pt", "loading vq.pt", "loading drafter", "hashing target.pt"):
         assert f"{task}: 100% in 0 s" in lines
+
+
+def state_hash(path: str, part: str, sha256: object) -> None:
+    stated = yaml.safe_load(Path(path).read_text())[part]
+    change(path, **{part: stated | {"sha256": sha256}})
+
+
+def printed_hashes(capsys: pytest.CaptureFixture[str], model: str) -> dict[str, str]:
+    assert cli.main(["models", model]) == 0
+    rows = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    return {row["part"]: row["sha256"] for row in rows}
+
+
+@pytest.mark.parametrize("part", ["target", "tokenizer", "drafter"])
+def test_weights_have_the_hash_that_the_model_file_states(
+    part: str, capsys: pytest.CaptureFixture[str], refuse: Callable[..., None]
+) -> None:
+    model = write_model("c2i")
+    hashes = printed_hashes(capsys, model)
+    command = ["sweep", "tiny.yaml", "--model", model, "--images", "1", "--modes", "speculative"]
+
+    # 1. Another hash is refused, and `models` warns of it.
+    other = hashes["target" if part != "target" else "tokenizer"]
+    state_hash(model, part, other)
+    words = f"has the SHA-256 {hashes[part]}, and the model file states {other}"
+    refuse([*command, "--out", "run"], 2, words)
+    assert cli.main(["models", model]) == 0
+    assert words in capsys.readouterr().err
+
+    # 2. What is no hash is refused with its line.
+    state_hash(model, part, "abc")
+    refuse([*command, "--out", "run"], 2, f"{part}.sha256", "model.yaml line")
+
+    # 3. The hash that `models` prints is taken, and the run stores it.
+    state_hash(model, part, hashes[part])
+    assert printed_hashes(capsys, model) == hashes
+    assert cli.main([*command, "--out", "run"]) == 0
+    stored = read_manifest(Path("run"))["key"]["weights"]
+    if part != "drafter":  # its config.json counts too
+        assert stored[f"{model}/{part}"] == hashes[part]
 
 
 def test_two_kinds_of_weights_of_a_text_encoder_are_named(

@@ -25,6 +25,7 @@ from torch import Tensor
 from lantern_bench.models.checkpoints.hub import weight_map
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import WEIGHT_FILES, weights_in
+from lantern_bench.utils.hashes import hash_of
 from lantern_bench.utils.text import one_line
 
 # The kinds of checkpoint, and the pattern of names that each has. The first match counts.
@@ -107,6 +108,17 @@ class Checkpoint(dict[str, Tensor]):
     def equals(self, other: Checkpoint) -> bool:
         """Return whether another checkpoint has the same tensors."""
         return _are_equal(self, other)
+
+    def check_hash(self, stated: str | None) -> None:
+        """Raise `UserError` if the model file states another SHA-256 than `models FILE` prints."""
+        if stated is None:
+            return
+        found = hash_of(self.paths)
+        if found != stated.lower():
+            raise UserError(
+                f"{self.path}: has the SHA-256 {found}, and the model file states {stated}",
+                "Download the file again, or correct sha256.",
+            )
 
     def note_zeros(self, names: Iterable[str]) -> None:
         """Add a remark that names tensors of which nothing but zeros is left.

@@ -12,6 +12,7 @@ import torch
 from lantern_bench.models.checkpoints.checkpoint import Checkpoint, open_checkpoint, what_is
 from lantern_bench.models.checkpoints.key_map import KeyMap, llama_key_map, load_into
 from lantern_bench.models.loaded_model import LoadedModel, transformer_of
+from lantern_bench.models.model import Model
 from lantern_bench.models.networks.eagle import EagleDrafter, embedding_of
 from lantern_bench.models.networks.target import CachedTarget
 from lantern_bench.models.networks.transformer_config import (
@@ -37,18 +38,20 @@ def drafter_key_map(drafter: EagleDrafter) -> KeyMap:
     return llama_key_map(drafter, drafter.config, {"layer.": "layers.0."})
 
 
-def give_drafter(model: LoadedModel, folder: Path, entry: str | None = None) -> None:
+def give_drafter(model: LoadedModel, described: Model) -> None:
     """Give a loaded model the published drafter of a folder.
 
     Args:
         model: The model.
-        folder: The folder.
-        entry: As of `open_checkpoint`.
+        described: Names the folder, and what the model file states of the drafter.
 
     Raises:
         UserError: As `load_drafter`.
     """
+    folder = described.files()["drafter"]
+    entry = described.stated("drafter", "weights")
     checkpoint = open_checkpoint(folder, entry=entry)
+    checkpoint.check_hash(described.stated("drafter", "sha256"))
     model.drafter = load_drafter(folder, transformer_of(model), checkpoint=checkpoint)
     model.remarks = (*model.remarks, *checkpoint.remarks)
     digest = hash_of((*checkpoint.paths, folder / "config.json"))
