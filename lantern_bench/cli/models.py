@@ -109,7 +109,7 @@ def _weights(model: Model, part: dict[str, Any], console: Console) -> dict[str, 
 
     Warns of weights that are zeros, and of what else is odd about the file.
     """
-    from lantern_bench.models.checkpoints.checkpoint import is_mostly_zero, open_checkpoint
+    from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
     from lantern_bench.utils.hashes import hash_of
 
     hashed = {"sha256": "", "published_file": ""}
@@ -122,9 +122,7 @@ def _weights(model: Model, part: dict[str, Any], console: Console) -> dict[str, 
     except UserError as error:
         console.warn(error.message, error.advice)
         return hashed
-    checkpoint.note_zeros(
-        name for name, tensor in checkpoint.items() if is_mostly_zero(name, tensor)
-    )
+    checkpoint.note_zeros(checkpoint)
     for remark in checkpoint.remarks:
         console.warn(remark)
     hashed["sha256"] = hash_of(checkpoint.paths)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from lantern_bench.prompts.prompt import Prompt, PromptedModel, class_prompt
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.files import file_sha256, read_text
+from lantern_bench.utils.files import file_sha256, read_text, without_doubles
 from lantern_bench.utils.text import did_you_mean, listed
 
 # Published sets, by the word before the colon, with an example of their file. `imagenet` needs no
@@ -163,8 +163,9 @@ def _read_coco(path: Path, flag: str, *, longest: bool) -> Iterator[_Located]:
         raise UserError(f"{flag}: has no list of annotations", advice)
     captions: dict[int, str] = {}
     for number, row in enumerate(rows, start=1):
-        image = row.get("image_id") if isinstance(row, dict) else None
-        caption = row.get("caption") if isinstance(row, dict) else None
+        stated = row if isinstance(row, dict) else {}
+        image = stated.get("image_id")
+        caption = stated.get("caption")
         if not isinstance(image, int) or not isinstance(caption, str):
             advice = "Give the caption annotations of MS-COCO, not instances or keypoints."
             raise UserError(f"{flag} annotation {number}: has no image_id and caption", advice)
@@ -263,58 +264,52 @@ def _csv_fields(text: str, flag: str) -> Iterator[_Fields]:
     lines = text.split("\n")
     reader = csv.reader(io.StringIO(text), strict=True)
     columns: list[str] = []
-    while True:
-        number = reader.line_num + 1
-        try:
-            row = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise UserError(
-                f"{flag} line {number}: not CSV: {error}",
-                'Close each quotation mark; one inside a field is written "a ""quoted"" word".',
-            ) from error
-        columns = columns or row
-        written = "\n".join(lines[number - 1 : reader.line_num])
-        if row is not columns and len(row) <= len(columns):
-            comma = _doubtful_comma(row, columns, written)
-            if comma:
-                raise UserError(
-                    f"{flag} line {number}: the comma in {comma[:60]!r} separates two columns, and "
-                    "may be meant as a comma of the text",
-                    "Put text with a comma in quotes, or remove the space after the comma.",
-                )
-        yield number, row
+    number = 1
+    try:
+        for row in reader:
+            columns = columns or row
+            has_spaces = any(name.startswith(" ") for name in columns)
+            if not has_spaces and len(row) <= len(columns):
+                written = "\n".join(lines[number - 1 : reader.line_num])
+                _refuse_doubtful_comma(row, written, f"{flag} line {number}")
+            yield number, row
+            number = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{flag} line {number}: not CSV: {error}",
+            'Close each quotation mark; one inside a field is written "a ""quoted"" word".',
+        ) from error
 
 
-def _doubtful_comma(row: list[str], columns: list[str], written: str) -> str:
-    """Return two fields of a row that may be one text: `red, tall`; empty without any.
-
-    They follow a name or text without quotes, and the first line has no space after its commas.
-    """
-    if any(name.startswith(" ") for name in columns):
-        return ""
+def _refuse_doubtful_comma(row: list[str], written: str, location: str) -> None:
+    """Raise `UserError` for two fields that may be one text, without quotes: `red, tall`."""
     for before, after in pairwise(row):
         is_number = re.fullmatch(r"[\d\s.-]*", before) is not None
         is_quoted = '"' + before.replace('"', '""') + '"' in written
         if after.startswith(" ") and not is_number and not is_quoted:
-            return f"{before},{after}"
-    return ""
+            comma = f"{before},{after}"
+            raise UserError(
+                f"{location}: the comma in {comma[:60]!r} separates two columns, and may be meant "
+                "as a comma of the text",
+                "Put text with a comma in quotes, or remove the space after the comma.",
+            )
+
+
+# A field of .tsv in quotes, with doubled quotation marks inside.
+_QUOTED = re.compile(r'(?<![^\t])"[^\t]*""[^\t]*"(?![^\t])')
 
 
 def _tsv_fields(text: str, flag: str) -> Iterator[_Fields]:
     """Yield the rows of a .tsv file, where a quotation mark is a character as any other."""
     for number, line in enumerate(text.split("\n"), start=1):
-        fields = line.split("\t")
-        for field in fields:
-            inside = field[1:-1]
-            if field[:1] == field[-1:] == '"' and '""' in inside:
-                raise UserError(
-                    f"{flag} line {number}: {field[:60]!r} is quoted as in CSV, and text of .tsv "
-                    "is taken as it is written",
-                    "Remove the quotes that are not part of the text, or write a .csv file.",
-                )
-        yield number, fields
+        quoted = _QUOTED.search(line)
+        if quoted is not None:
+            raise UserError(
+                f"{flag} line {number}: {quoted[0][:60]!r} is quoted as in CSV, and text of .tsv "
+                "is taken as it is written",
+                "Remove the quotes that are not part of the text, or write a .csv file.",
+            )
+        yield number, line.split("\t")
 
 
 def _table_rows(rows: Iterable[_Fields], flag: str) -> Iterator[tuple[int, dict[str, str]]]:
@@ -343,18 +338,10 @@ def _table_rows(rows: Iterable[_Fields], flag: str) -> Iterator[tuple[int, dict[
 def _parse_json(text: str, location: str) -> Any:
     """Return the value of a JSON text; raises `UserError` that begins with `location`."""
     try:
-        return json.loads(text, object_pairs_hook=_without_repeats)
+        return json.loads(text, object_pairs_hook=without_doubles)
     # Numbers of thousands of digits and thousands of brackets raise these errors too.
     except (ValueError, RecursionError) as error:
         raise UserError(f"{location}: not JSON: {error}") from error
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        [(key, _), *_] = Counter(key for key, _ in pairs).most_common()
-        raise ValueError(f"the key {key!r} stands twice")
-    return values
 
 
 def text_under(row: Any, keys: tuple[str, ...], location: str) -> str | None:
@@ -372,16 +359,13 @@ def text_under(row: Any, keys: tuple[str, ...], location: str) -> str | None:
         return None
     texts = {key: row[key] for key in keys if isinstance(row.get(key), str)}
     # An empty field of a table says nothing.
-    filled = {key: text for key, text in texts.items() if text.strip(BLANKS)}
-    if len(set(filled.values())) > 1:
+    filled = {text for text in texts.values() if text.strip(BLANKS)}
+    if len(filled) > 1:
         raise UserError(
-            f"{location}: has different texts under {listed(list(filled))}",
+            f"{location}: has different texts under {listed(list(texts))}",
             "Remove or rename all but one of them.",
         )
-    return next(iter((filled or texts).values()), None)
-
-
-_SEPARATORS = {";": "semicolons", "\t": "tabs", ",": "commas", "|": "vertical bars"}
+    return next(iter([*filled, *texts.values()]), None)
 
 
 def lacks_keys(row: Any, problem: str, advice: str) -> UserError:
@@ -395,15 +379,15 @@ def lacks_keys(row: Any, problem: str, advice: str) -> UserError:
     if not isinstance(row, dict):
         shown = "a list" if isinstance(row, list) else repr(row)[:60]
         return UserError(f"{problem}; it is {shown}", advice)
-    names = [str(key)[:60] for key in list(row)[:8]]
-    found = f"{problem}; it has {', '.join(map(repr, names)) or 'no key'}"
-    sign = next((sign for sign in _SEPARATORS if sign in names[0]), "") if len(names) == 1 else ""
-    if not sign:
+    names = [repr(key)[:60] for key in list(row)[:8]]
+    found = f"{problem}; it has {', '.join(names) or 'no key'}"
+    separator = re.search(r"[;,|]|\\t", names[0]) if len(names) == 1 else None
+    if separator is None:
         return UserError(found, advice)
-    convert = f"import csv, sys; rows = csv.reader(sys.stdin, delimiter={sign!r}); "
+    convert = f"import csv, sys; rows = csv.reader(sys.stdin, delimiter='{separator[0]}'); "
     convert += "csv.writer(sys.stdout).writerows(rows)"
     return UserError(
-        f"{found}: columns separated by {_SEPARATORS[sign]}, where .csv has commas and .tsv tabs",
+        f"{found}: columns separated by '{separator[0]}', where .csv has commas and .tsv tabs",
         f'Convert it: python -c "{convert}" < FILE > NEW.csv',
     )
 

@@ -204,13 +204,13 @@ def read_json(path: Path) -> Any:
     Raises `UserError` if it cannot be read, or states a key twice with different values.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_doubles)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from error
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises `ValueError` for a key with two values."""
+def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, as a hook of `json`. Raises `ValueError` for a key with two values."""
     content = dict(pairs)
     for key, value in pairs:
         if value is not content[key] and value != content[key]:

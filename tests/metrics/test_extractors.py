@@ -89,7 +89,7 @@ class _Code:
             "inception-v3-compat",
             None,
             RefusedError,
-            r"inception-2015-12-05-6726825d\.pth .*LANTERN_BENCH_WEIGHTS",
+            r"LANTERN_BENCH_WEIGHTS names .* has weights-inception-2015-12-05-6726825d\.pth",
         ),
         ("inception-v3-compat", "nowhere.pth", UserError, r"nowhere\.pth"),
         (

@@ -111,7 +111,7 @@ def test_a_caption_beside_a_picture_that_differs_from_the_file(folder: Path) -> 
             '{"file_name": "00.png", "caption": "red", "text": "blue"}',
             "different texts under caption and text",
         ),
-        ("captions.csv", "file_name;text\n00.png;red", "columns separated by semicolons"),
+        ("captions.csv", "file_name;text\n00.png;red", "columns separated by ';'"),
         ("captions.csv", "file_name,title\n00.png,red", "it has 'file_name', 'title'"),
         ("captions.txt", "00.png\t", "captions.txt line 1: is empty"),
         ("captions.txt", "00.png\tred\u2028lantern\nno caption\n", "captions.txt line 2: has no"),

@@ -15,6 +15,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ _NO_WEIGHTS = re.compile(r"(?i)optim|sched|scaler|rng|loss|hyper|callback|config
 _AVERAGED = re.compile(
     r"(?i:(?<![a-z])ema|(averag|avg)(?!e?_?pool)|shadow|(?<![a-z])swa|polyak)|EMA"
 )
+_IS_AVERAGED = "the weights are averaged over a training"
 _DEEPEST = 3  # entries inside entries
+_BESIDE = (Mapping, int, float, str, bytes, argparse.Namespace, NoneType)  # types of other entries
 # Prefixes of DDP, of torch.compile and of FSDP.
 _WRAPPERS = re.compile(r"^module\.|^_orig_mod\.module\.|(_orig_mod|_fsdp_wrapped_module)\.")
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
@@ -105,10 +108,6 @@ class Checkpoint(dict[str, Tensor]):
         self.settings = settings
         self.remarks = list(remarks)
 
-    def equals(self, other: Checkpoint) -> bool:
-        """Return whether another checkpoint has the same tensors."""
-        return _are_equal(self, other)
-
     def check_hash(self, stated: str | None) -> None:
         """Raise `UserError` if the model file states another SHA-256 than `models FILE` prints."""
         if stated is None:
@@ -120,15 +119,15 @@ class Checkpoint(dict[str, Tensor]):
                 "Download the file again, or correct sha256.",
             )
 
-    def note_zeros(self, names: Iterable[str]) -> None:
+    def note_zeros(self, tensors: Mapping[str, Tensor]) -> None:
         """Add a remark that names tensors of which nothing but zeros is left.
 
         A download that ends early leaves zeros where its file system made room for the whole file.
 
         Args:
-            names: Names of tensors that `is_mostly_zero` holds for.
+            tensors: Tensors of this checkpoint, as read.
         """
-        found = sorted(names)
+        found = sorted(name for name, tensor in tensors.items() if is_mostly_zero(name, tensor))
         if found:
             more = ", ..." if len(found) > 8 else ""
             self.remarks.append(
@@ -199,23 +198,13 @@ def open_checkpoint(
     settings: Mapping[str, Any] = {}
     remarks: list[str] = []
     for file in files:
-        head = _head(file)
-        if file.suffix == ".safetensors" or head[8:9] == b"{":
-            if entry is not None:
-                raise UserError(
-                    f"{file}: is a safetensors file, which has no entries such as {entry}",
-                    "Leave out `weights`, or give the torch file.",
-                )
-            read = _read_safetensors(file)
-        else:
-            loaded = _unpickle(file, zipped=head.startswith(b"PK"))
-            read = _state_dict(file, loaded, entry, remarks=remarks)
-            arguments = loaded.get("args")
-            if isinstance(arguments, argparse.Namespace):
-                settings = vars(arguments)
-            elif isinstance(arguments, Mapping):
-                settings = arguments
-        _raise_if_misplaced(file, read, places=places, earlier=tensors)
+        read, settings = _read(file, entry, remarks)
+        for name in read:
+            place = places.get(name, file)
+            if name in tensors:
+                raise _misplaced(file, name, "which stands in another file of the folder too")
+            if place != file:
+                raise _misplaced(file, name, f"which the index places in {place.name}")
         tensors |= read
     tensors = _without_average(tensors, path, remarks)
     # `dict(model.named_parameters())` holds parameters, which need gradients.
@@ -223,6 +212,26 @@ def open_checkpoint(
     if len(clean) < len(tensors):
         raise UserError(f"{path}: holds the same weights under several prefixes")
     return Checkpoint(clean, path=path, paths=files, settings=settings, remarks=remarks)
+
+
+def _read(
+    file: Path, entry: str | None, remarks: list[str]
+) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    """Return the tensors of a file, and the arguments of the script that trained them."""
+    head = _head(file)
+    if file.suffix == ".safetensors" or head[8:9] == b"{":
+        if entry is not None:
+            raise UserError(
+                f"{file}: is a safetensors file, which has no entries such as {entry}",
+                "Leave out `weights`, or give the torch file.",
+            )
+        return _read_safetensors(file), {}
+    loaded = _unpickle(file, zipped=head.startswith(b"PK"))
+    read = _state_dict(file, loaded, entry, remarks=remarks)
+    arguments = loaded.get("args")
+    if isinstance(arguments, argparse.Namespace):
+        arguments = vars(arguments)
+    return read, arguments if isinstance(arguments, Mapping) else {}
 
 
 def _open_folder(folder: Path, rename: Callable[[str], str], entry: str | None) -> Checkpoint:
@@ -242,7 +251,7 @@ def _open_folder(folder: Path, rename: Callable[[str], str], entry: str | None) 
         )
     opened = open_checkpoint(folder / names[0], rename, entry)
     for name in names[1:]:
-        if not opened.equals(open_checkpoint(folder / name, rename, entry)):
+        if not _are_equal(opened, open_checkpoint(folder / name, rename, entry)):
             raise UserError(
                 f"{folder}: {names[0]} and {name} hold different weights",
                 "Remove the old one from the folder.",
@@ -300,40 +309,27 @@ def _shards(index: Path) -> dict[str, Path]:
     return {name: folder / place for name, place in places.items()}
 
 
-def _raise_if_misplaced(
-    file: Path,
-    read: Iterable[str],
-    *,
-    places: Mapping[str, Path],
-    earlier: Mapping[str, Tensor],
-) -> None:
-    """Raise `UserError` for a tensor that stands in two shards, or not where the index says."""
-    for name in read:
-        place = places.get(name, file)
-        where = f"which the index places in {place.name}"
-        if name in earlier:
-            where = "which stands in another file of the folder too"
-        if place != file or name in earlier:
-            raise UserError(
-                f"{file}: holds {name}, {where}",
-                "One of the files is of another version. Download the folder again.",
-            )
+def _misplaced(file: Path, name: str, where: str) -> UserError:
+    """Return the error for a tensor that stands in two shards, or not where the index says."""
+    return UserError(
+        f"{file}: holds {name}, {where}",
+        "One of the files is of another version. Download the folder again.",
+    )
 
 
 def _without_average(
     tensors: dict[str, Tensor], path: Path, remarks: list[str]
 ) -> dict[str, Tensor]:
     """Return the tensors of a file with averaged weights alone without what marks them."""
-    # torch's AveragedModel counts its updates.
-    if "n_averaged" in tensors:
-        remarks.append(f"{path}: the weights are averaged over a training (n_averaged)")
-        return {name: tensor for name, tensor in tensors.items() if name != "n_averaged"}
     starts = {name.partition(".")[0] for name in tensors}
-    (start, *others) = starts or {""}
-    if others or _AVERAGED.search(start) is None:
+    # torch's AveragedModel counts its updates.
+    mark = "n_averaged" if "n_averaged" in starts else min(starts, default="")
+    is_whole = len(starts) == 1 or mark == "n_averaged"
+    if not is_whole or _AVERAGED.search(mark) is None:
         return tensors
-    remarks.append(f"{path}: the weights are averaged over a training ({start})")
-    return {name.removeprefix(f"{start}."): tensor for name, tensor in tensors.items()}
+    remarks.append(f"{path}: {_IS_AVERAGED} ({mark})")
+    tensors.pop(mark, None)
+    return {name.removeprefix(f"{mark}."): tensor for name, tensor in tensors.items()}
 
 
 def _head(path: Path) -> bytes:
@@ -404,12 +400,12 @@ def _state_dict(
         entry: The entry to take, or None.
         remarks: Receives which of several state dicts is taken.
     """
-    if not isinstance(loaded, Mapping) or not loaded:
-        content = "nothing" if isinstance(loaded, Mapping) else f"a {type(loaded).__name__}"
-        raise UserError(f"{path}: holds {content}, not tensors by name")
+    if not isinstance(loaded, Mapping):
+        raise UserError(f"{path}: holds a {type(loaded).__name__}, not tensors by name")
     found = dict(_state_dicts(loaded))
     if not found:
-        raise UserError(f"{path}: holds no tensors by name: its entries are {_entries(loaded)}")
+        content = _entries(loaded) or "nothing"
+        raise UserError(f"{path}: holds {content}, not tensors by name")
     if entry is None:
         entry = _entry_of(path, found, remarks)
         remarks += [
@@ -438,20 +434,13 @@ def _state_dicts(
     The file itself has the entry "". Numbers, texts and other entries beside tensors are left out;
     what may be a part of the weights stays.
     """
-    inner = {}
-    own = {}
-    for name, value in loaded.items():
-        if isinstance(value, Mapping):
-            inner[name] = value
-        elif not isinstance(value, int | float | str | bytes | argparse.Namespace | None):
-            own[name] = value
-    is_text = all(isinstance(name, str) for name in loaded)
-    if is_text and any(_is_weight(name, value) for name, value in own.items()):
+    named = {name: value for name, value in loaded.items() if isinstance(name, str)}
+    own = {name: value for name, value in named.items() if not isinstance(value, _BESIDE)}
+    if any(_is_weight(name, value) for name, value in own.items()):
         yield ".".join(around), own
-    if len(around) == _DEEPEST:
-        return
-    for name, value in inner.items():
-        if isinstance(name, str) and _NO_WEIGHTS.search(name) is None:
+    for name, value in named.items():
+        is_inside = isinstance(value, Mapping) and len(around) < _DEEPEST
+        if is_inside and _NO_WEIGHTS.search(name) is None:
             yield from _state_dicts(value, (*around, name))
 
 
@@ -469,7 +458,7 @@ def _entry_of(path: Path, found: Mapping[str, Any], remarks: list[str]) -> str:
     names = " and ".join(entry or "the file itself" for entry in found)
     if len(found) == 1:
         if averaged:
-            remarks.append(f"{path}: the weights are averaged over a training ({names})")
+            remarks.append(f"{path}: {_IS_AVERAGED} ({names})")
         return next(iter(found))
     if plain and all(_are_equal(found[plain[0]], found[entry]) for entry in plain):
         plain = plain[:1]

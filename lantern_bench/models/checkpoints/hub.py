@@ -206,8 +206,8 @@ def find_weights(scorer: str, *file_names: str) -> list[Path]:
             missing.append(name)
     if missing:
         raise RefusedError(
-            f"the weights of {scorer} are not on this machine: {listed(missing)}: neither in the "
-            f"folder that {WEIGHTS_VARIABLE} names nor in the cache of torch.hub (scoring "
+            f"the weights of {scorer} are not on this machine: neither the folder that "
+            f"{WEIGHTS_VARIABLE} names nor the cache of torch.hub has {listed(missing)} (scoring "
             "downloads nothing)",
             f"Put {listed(missing)} there; docs/troubleshooting.md has the addresses.",
         )
@@ -255,24 +255,19 @@ def published_file(sha256: str) -> str | None:
 @functools.cache
 def _published_files() -> dict[str, str]:
     """Return the published files on this machine by their hashes."""
-    repos: set[str] = set()
-    for parts in PARTS.values():
-        for part in parts.values():
-            repos |= {source.repo for source in part}
     known: dict[str, str] = {}
-    for repo in repos:
-        # The cache: links to files that are named by their hashes.
-        snapshots = _hub_cache() / f"models--{repo.replace('/', '--')}" / "snapshots"
-        for link in snapshots.glob("*/**/*"):
-            if link.is_symlink():
-                file = Path(*link.relative_to(snapshots).parts[1:])
-                known[Path(os.readlink(link)).name] = f"{repo}/{file}"
-        # A folder of weights: the second line of a note on each file.
-        notes = (weights_folder() or Path()) / repo / ".cache" / "huggingface" / "download"
-        for note in notes.glob("**/*.metadata"):
-            lines = note.read_text(encoding="utf-8", errors="replace").splitlines()
-            file = note.relative_to(notes).with_suffix("")
-            known |= dict.fromkeys(lines[1:2], f"{repo}/{file}")
+    # The cache: links to files that are named by their hashes.
+    for link in _hub_cache().glob("models--*/snapshots/*/**/*"):
+        if link.is_symlink():
+            folder, _, _, *file = link.relative_to(_hub_cache()).parts
+            repo = folder.removeprefix("models--").replace("--", "/")
+            known[Path(os.readlink(link)).name] = "/".join([repo, *file])
+    # A folder of weights: the second line of a note on each file.
+    root = weights_folder() or _hub_cache()  # which has no such notes
+    for note in root.glob("*/*/.cache/huggingface/download/**/*.metadata"):
+        lines = note.read_text(encoding="utf-8", errors="replace").splitlines()
+        owner, name, _, _, _, *file = note.relative_to(root).with_suffix("").parts
+        known |= dict.fromkeys(lines[1:2], "/".join([owner, name, *file]))
     return known
 
 

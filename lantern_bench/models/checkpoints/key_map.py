@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lantern_bench.models.checkpoints.checkpoint import Checkpoint, is_mostly_zero, what_is
+from lantern_bench.models.checkpoints.checkpoint import Checkpoint, what_is
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.progress import slow_task
@@ -88,15 +88,14 @@ def load_into(
         for name, tensor in ours.items()
         if not tensor.is_floating_point()
     }
-    zeros = []
+    read: dict[str, Tensor] = {}
     total = sum(ours[name].numel() for name in key_map)
     loaded = slow_task(f"loading {checkpoint.path.name}", total)
     for name, slices in key_map.items():
         tensor = torch.empty(ours[name].shape, dtype=dtype, device=device)
         for slice_, rows in _rows_of(tensor, slices):
             _fill(rows, slice_, checkpoint)
-            if is_mostly_zero(slice_.key, rows):
-                zeros.append(slice_.key)
+            read[slice_.key] = rows
         if not torch.isfinite(tensor).all():
             raise UserError(
                 f"{checkpoint.path}: {name} has numbers that are not finite in {_kind(dtype)}",
@@ -105,7 +104,7 @@ def load_into(
             )
         state[name] = tensor
         loaded(tensor.numel())
-    checkpoint.note_zeros(zeros)
+    checkpoint.note_zeros(read)
     module.load_state_dict(state, strict=True, assign=True)
     module.requires_grad_(requires_grad=False).eval().to(device)
 

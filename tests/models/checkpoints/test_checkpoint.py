@@ -292,7 +292,7 @@ def test_truncated_file_is_a_one_line_error(kind: str, share: float, tmp_path: P
         ({"a": torch.ones(1), "b": [3]}, r"not a tensor: b \(list\)"),
         (
             {"steps": 3, "history": [1.0]},
-            r"no tensors by name: its entries are steps \(int\), history",
+            r"holds steps \(int\), history \(list\), not tensors by name",
         ),
     ],
 )
