@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from lantern_bench.methods.catalog import DRAFTINGS, MODES, PARAMETERS, RULES
@@ -198,9 +199,16 @@ class CellRecords:
 
 @lru_cache(maxsize=8)  # slow for a large run
 def run_cells(run: RunData) -> list[CellRecords]:
-    """Return the cells of a loaded run, in the fixed order of all tables."""
+    """Return the cells of a loaded run, in the fixed order of all tables.
+
+    Images of a run that is not timed have no seconds.
+    """
+    records = run.records
+    if not run.is_timed:
+        seconds = records.filter(regex="seconds$")
+        records = records.assign(**dict.fromkeys(map(str, seconds), np.nan))
     cells = []
-    for _, rows in run.records.sort_values(["prompt_id", "repeat"]).groupby("cell_id"):
+    for _, rows in records.sort_values(["prompt_id", "repeat"]).groupby("cell_id"):
         (columns,) = rows_of(rows[CELL_NAMES].iloc[:1])
         completed = rows[rows["status"] == "ok"].reset_index(drop=True)
         cells.append(CellRecords(columns, completed, failed=len(rows) - len(completed)))

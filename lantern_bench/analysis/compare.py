@@ -220,6 +220,11 @@ def compare_runs(a: RunData, b: RunData, margins: Mapping[str, float] | None = N
         both = " / ".join(dict.fromkeys([*scores_a, *scores_b]))
         scores_a = dict.fromkeys([both], *scores_a.values())
         scores_b = dict.fromkeys([both], *scores_b.values())
+    untimed = [
+        f"the {side} run is not timed (metrics without speed): its seconds are not compared"
+        for side, run in {"first": a, "second": b}.items()
+        if not run.is_timed
+    ]
     measured_a = _measured(a, scores_a)
     measured_b = _measured(b, scores_b)
     rows: list[Row] = []
@@ -240,7 +245,7 @@ def compare_runs(a: RunData, b: RunData, margins: Mapping[str, float] | None = N
         table=frame("comparison", rows),
         only_a=tuple(key[1] for key in cells_a if key not in cells_b),
         only_b=tuple(key[1] for key in cells_b if key not in cells_a),
-        notes=tuple(_notes(tested)),
+        notes=(*untimed, *_notes(tested)),
     )
 
 

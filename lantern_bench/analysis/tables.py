@@ -7,10 +7,8 @@ never 0, inf or nan.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from lantern_bench.analysis.cells import (
@@ -211,10 +209,6 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
     """
     if not len(run.records) and (run.folder / "speed.csv").is_file():
         return _read_tables(run.folder)
-
-    if not run.is_timed:
-        seconds = run.records.filter(regex="seconds$")
-        run = replace(run, records=run.records.assign(**dict.fromkeys(map(str, seconds), np.nan)))
 
     cells = run_cells(run)
     scores = sort_scores(run.scores)

@@ -222,3 +222,14 @@ def test_differing_protocols_are_compared_when_allowed():
     b = make_run(scores=lambda rows: [row | {"protocol": "other"} for row in make_scores(rows)])
     table = compare_runs(make_run(), b).table
     assert set(table[table["quantity"] == "clip_score"]["protocol"]) == {"embedded / other"}
+
+
+def test_seconds_of_a_run_that_is_not_timed_are_not_compared():
+    """Its sweep did not keep the machine free, and decoded disturbed images once only."""
+    untimed = {"experiment": {"metrics": ["clip_score"]}}
+    for first, second in ((None, untimed), (untimed, None), (untimed, untimed)):
+        comparison = compare_runs(make_run(manifest=first), make_run(manifest=second, factor=30.0))
+        quantities = set(comparison.table["quantity"])
+        assert quantities.isdisjoint({"latency_s", "speedup", "speedup_over_lossless"})
+        assert {"mean_accepted_length", "clip_score"} <= quantities
+        assert "run is not timed (metrics without speed)" in comparison.notes[0]
