@@ -95,6 +95,10 @@ def _figure_row(cell: Row, published: PaperRow | None, *, name: str, paper: Pape
         notes.append("no difference: measured by another network")
     if published is not None:
         notes.append(published.note)
+        if name == "mean_accepted_length" and "published" in row and cell["mal_uncut"] is not None:
+            notes.append(
+                f"ours with last steps uncut, as published code counts: {cell['mal_uncut']:.2f}"
+            )
     if name == "kid" and cell["kid_std"] is not None:
         notes.append(f"standard deviation over subsets {cell['kid_std']:.3g}")
     if ours is None:
@@ -173,6 +177,11 @@ def comparability(
         )
     if "clip_score" in paper.columns:
         notes.append(_not_comparable("CLIP model", paper.clip_model, ours=quality["clip_model"]))
+    if "mean_accepted_length" in paper.columns:
+        notes.append(
+            "MAL of ours counts the bonus token, and not the prefill. A published figure of "
+            "accepted drafts alone is smaller by 1."
+        )
     notes += [paper.missing or "", *paper.notes]
     return [" ".join(note.split()) for note in notes if note]
 

@@ -189,3 +189,21 @@ def test_missing_figure_ignores_notes_on_other_figures(tables: dict[str, pd.Data
     why = beside[beside["cell_id"] == AR.cell_id].set_index("figure")["note"]
     assert why["fid"].endswith("fid needs 128 images, twice its features; there are 3")
     assert why["hpsv2"].endswith("not measured")
+
+
+def test_a_published_mean_accepted_length_is_beside_ours_as_it_is_counted(
+    tables: dict[str, pd.DataFrame],
+) -> None:
+    row = {
+        "name": "its rule",
+        "match": {"mode": "lantern++"},
+        "figures": {"mean_accepted_length": FIGURE | {"value": 2.0}},
+    }
+    beside = compared(tables, row).set_index(["paper_row", "figure"])
+    note = beside.loc[("its rule", "mean_accepted_length"), "note"]
+    uncut = tables["speed"].set_index("cell_id").loc[LOOSE.cell_id, "mal_uncut"]
+    assert f"ours with last steps uncut, as published code counts: {uncut:.2f}" in note
+    said = comparability(tables, paper(row), {})
+    assert any("counts the bonus token, and not the prefill" in sentence for sentence in said)
+    without = paper(row).model_copy(update={"columns": ("speedup",)})
+    assert not any("bonus token" in sentence for sentence in comparability(tables, without, {}))

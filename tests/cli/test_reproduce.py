@@ -156,7 +156,7 @@ def test_reproduce_compares_both_residuals_with_the_paper(finished: Finished) ->
         assert row["source"] == "the abstract"
         assert row["confidence"] == "paper"
         assert row["difference"] == pytest.approx(row["ours"] - 3.5, abs=1e-5)
-        assert row["ours_low"] <= row["ours"] <= row["ours_high"]
+        assert pd.isna(row["ours_low"])  # fewer than four prompts
     empty = listed[listed["paper_row"] == "a row to fill"]
     assert empty["published"].isna().all()
     assert empty["note"].str.contains("no published figure could be had").all()

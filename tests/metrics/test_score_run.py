@@ -162,12 +162,8 @@ def test_cell_rows_have_fidelity_extractor_and_reference(
 ) -> None:
     first, second = (row for row in _score(run, scorers, reference) if row["level"] == "cell")
     assert first["n"] == second["n"] == 6
-    assert first["kid_subset"] == 3
-    assert "fid" not in first
-    assert "fid needs 128 images" in first["note"]
-    assert isinstance(first["kid"], float)
-    assert first["kid_low"] < first["kid"] < first["kid_high"]
-    assert "precision" not in first
+    assert first.keys().isdisjoint({"fid", "kid", "kid_low", "kid_subset", "precision"})
+    assert "fid and kid need 128 images" in first["note"]
     assert "precision and recall need 256 images" in first["note"]
     assert first["extractor"] == scorers.extractors[0].label
     assert first["reference"] == "twenty scenes"
@@ -177,8 +173,9 @@ def test_sets_of_ar_images_give_ar_spread(
     run: Run, scorers: Scorers, reference: PictureReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fewest pictures of 6, so that six pictures a cell have every figure but FID."""
-    for name in ("precision", "recall"):
-        monkeypatch.setitem(METRICS, name, dataclasses.replace(METRICS[name], min_images=6))
+    for name in ("kid", "precision", "recall"):
+        fewest = dataclasses.replace(METRICS[name], min_images=6, min_images_per_feature=0)
+        monkeypatch.setitem(METRICS, name, fewest)
     folder, records = run
     both = [
         record | {"mode": "ar", "seed_set": int(number >= 6)}
