@@ -10,11 +10,11 @@ import torch
 from lantern_bench.checks.certification import LEVEL
 from lantern_bench.checks.image_tests import TESTS, decoded_evidence, joined, p_values
 from lantern_bench.checks.tabular_model import g_tests, table_images, table_model
-from lantern_bench.checks.trials import TABLE_IMAGES, table_decodings
+from lantern_bench.checks.trials import TABLE_IMAGES, lossless_decodings, table_decodings
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import Prompt
-from tests.checks.power import OF_MODEL, SETTINGS
+from tests.checks.power import OF_MODEL, SETTINGS, plan
 from tests.decoding.test_engine import Small, decoded
 from tests.helpers.mistakes import mistakes_of, step_mistakes
 
@@ -55,6 +55,18 @@ def rejected_at(setting: str, name: str, images: int = TABLE_IMAGES) -> float:
     p = min(g_tests(decoding, tokens)[0].values())
     print(f"{setting}, {name}: p = {p:.1e}")
     return p
+
+
+def test_block_walks_over_coupled_drafts_are_certified() -> None:
+    walks = {
+        "jacobi w4-maximal, block",
+        "hybrid w4d2-row-maximal, block",
+        "pac w4x2x1-maximal, traversal",
+    }
+    assert walks <= lossless_decodings(plan()).keys()
+    assert walks <= CELLS.keys()
+    assert "jacobi w16-maximal, block" in CELLS
+    assert not [name for name in CELLS if "gumbel" in name and not name.endswith("gumbel")]
 
 
 @pytest.mark.parametrize(("name", "setting"), FAST.items())

@@ -177,7 +177,10 @@ def test_captured_programs_give_the_same_tokens(cell: str, images: int) -> None:
 
 @pytest.mark.parametrize(
     "cell",
-    ["static", *(pytest.param(cell, marks=pytest.mark.long) for cell in ("left, maximal", "pac"))],
+    [
+        "static",
+        *(pytest.param(cell, marks=pytest.mark.long) for cell in ("left, maximal", "block", "pac")),
+    ],
 )
 def test_inductor_gives_the_same_tokens(cell: str) -> None:
     model = Small()

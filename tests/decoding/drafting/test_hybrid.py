@@ -20,6 +20,7 @@ from lantern_bench.decoding.drafting.jacobi import HybridDrafting
 from tests.decoding.drafting.test_jacobi import (
     BLOCK,
     BLOCK_SIZES,
+    FILTERS,
     SIZES,
     Exact,
     Particles,
@@ -100,8 +101,9 @@ class ExactHybrid(Exact):
         seed: int,
         kind: Any = WithTable,
         rule: ConfiguredRule | None = None,
+        setting: Setting | None = None,
     ) -> None:
-        model = Tabular(size[0], Setting(), seed)
+        model = Tabular(size[0], setting or Setting(), seed)
         self.table_kind: Any = type(kind.__name__, (kind,), {"model": model})
         super().__init__(size, {"mode": "hybrid", **values}, seed, self.table_kind, rule)
         self.model = model
@@ -145,6 +147,13 @@ def test_enumerated_block_walks_follow_the_target(size: str, values: dict[str, A
         error = ExactHybrid(BLOCK_SIZES[size], values, seed, rule=BLOCK).error()
         print(f"block {size} {values}: TV {error:.1e}")
         assert error < 1e-12
+
+
+@pytest.mark.usefixtures("_double")
+def test_enumerated_block_walks_with_filters_follow_the_target() -> None:
+    error = ExactHybrid(size=(3, 4, 3), values={}, seed=1, rule=BLOCK, setting=FILTERS).error()
+    print(f"block, filtered: TV {error:.1e}")
+    assert error < 1e-12
 
 
 BROKEN_BLOCK: dict[str, Any] = {

@@ -47,6 +47,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "jacobi uniform": {"mode": "sjd", "window": 7},
     "jacobi left": {"mode": "scd", "window": 7, "initial": "left"},
     "jacobi above": {"mode": "scd", "window": 7, "initial": "above", "coupling": "gumbel"},
+    "block left": {"mode": "block-scd", "window": 7, "initial": "left"},
+    "block row": {"mode": "block-scd", "window": 20, "initial": "row"},
     "pac": {"mode": "sjd-pac", "window": 9},
     "jacobi row": {
         "mode": "lantern++",
