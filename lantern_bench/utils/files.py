@@ -56,6 +56,12 @@ def _usable(folder: Path) -> Path:
 
 cache_problems: list[str] = []
 """Why caches are in a temporary folder; empty where they are not."""
+_temporary: list[Path] = []
+
+
+def is_temporary(path: Path) -> bool:
+    """Return whether a path is in a temporary cache, which is removed when this process ends."""
+    return any(path.is_relative_to(folder) for folder in _temporary)
 
 
 @functools.cache
@@ -75,6 +81,7 @@ def temporary_cache(reason: str) -> Path:
 
     atexit.register(remove)
     cache_problems.append(reason)
+    _temporary.append(folder)
     message = f"{reason}. Nothing is kept for later runs; set LANTERN_BENCH_CACHE to a folder."
     warnings.warn(message, RuntimeWarning, stacklevel=2)
     return folder

@@ -15,11 +15,12 @@ from typing import TypeAlias
 import msgspec
 
 from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.files import read_json, user_cache
+from lantern_bench.utils.files import cache_problems, is_temporary, read_json, user_cache
 from lantern_bench.utils.text import listed, one_line
 
 WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"
 """The environment variable that names the folder of the weights."""
+_PLACES = f"Choose a folder: give --dir FOLDER, or set {WEIGHTS_VARIABLE} or HF_HOME."
 
 # Folders of a repository below the folder of the weights, as the hub and as the authors'
 # instructions name them. A single file may also lie in the folder of the weights itself ("").
@@ -110,6 +111,10 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         from huggingface_hub import constants, errors, snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
+        cache = _hub_cache()
+        if root is None and is_temporary(cache):
+            problem = f"{self.repo}: {cache_problems[0]}, so nothing would be kept"
+            raise RefusedError(problem, _PLACES)
         if not bars:
             disable_progress_bars()
         try:
@@ -118,7 +123,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 revision=self.revision,
                 allow_patterns=list(self.patterns),
                 local_dir=None if root is None else root / self.repo,
-                cache_dir=_hub_cache(),
+                cache_dir=cache,
             )
         except errors.GatedRepoError as error:
             raise RefusedError(
@@ -137,6 +142,8 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     "Unset it, or download it elsewhere and give its directory by --dir or "
                     f"{WEIGHTS_VARIABLE}.",
                 ) from error
+            if getattr(error, "filename", None):  # of a file here, not of the network
+                raise RefusedError(f"{self.repo}: cannot be written: {error}", _PLACES) from error
             raise RefusedError(
                 f"{self.repo}: cannot be downloaded: {one_line(error, 200)}",
                 "Files that arrived are kept; the same command continues.",

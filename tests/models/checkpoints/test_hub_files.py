@@ -252,6 +252,53 @@ def test_offline_error_names_the_variable_and_sends_nothing(
     assert not any(tmp_path.rglob("*.pt"))
 
 
+@pytest.fixture
+def homeless(monkeypatch):
+    """A user without a home folder, and no variable that names another folder."""
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "LANTERN_BENCH_CACHE"):
+        monkeypatch.setenv(name, "")
+    yield
+    files_module.temporary_cache.cache_clear()
+    files_module.cache_problems.clear()
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "--dir", None])
+def test_without_a_home_a_folder_must_be_named(
+    *, tmp_path, fake_hub, capsys, monkeypatch, homeless, variable
+):
+    """The temporary cache would be removed with the files when the command ends."""
+    words = ["get", "toy"]
+    if variable == "--dir":
+        words += ["--dir", tmp_path]
+    elif variable:
+        monkeypatch.setenv(variable, str(tmp_path))
+    code = typed(words)
+    written = capsys.readouterr().err
+    if variable:
+        assert code == 0, written
+        assert len(list(tmp_path.rglob("big.pt"))) == 1
+    else:
+        assert code == 3
+        reason = "HOME is not set and this user has no home folder"
+        assert f"error: maker/toys: {reason}, so nothing would be kept" in written
+        for name in ("--dir FOLDER", "LANTERN_BENCH_WEIGHTS", "HF_HOME"):
+            assert name in written
+        assert fake_hub.requests == 0
+
+
+def test_a_folder_that_cannot_be_made_is_named(fake_hub, capsys):
+    assert typed(["get", "toy", "--dir", "/proc/nothing/here"]) == 3
+    written = capsys.readouterr().err
+    assert "maker/toys: cannot be written: " in written
+    assert "/proc/nothing" in written
+    assert "give --dir FOLDER" in written
+
+
 def test_any_source_of_a_part_is_found_below_the_named_folder(tmp_path, monkeypatch):
     monkeypatch.setenv(hub.WEIGHTS_VARIABLE, str(tmp_path))
     target = hub.PARTS["toy"]["target"]
