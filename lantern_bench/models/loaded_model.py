@@ -81,6 +81,8 @@ class LoadedModel:
     # Called once with all prompts before decoding, so that a text encoder can be freed. Yields
     # (done, total).
     prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = lambda _prompts: iter(())
+    # as in `Prompts`
+    stand_in: Callable[[Sequence[str]], Any] | None = None
     # the user's nearest codes int [V, k], used instead of the codebook
     given_table: Tensor | None = None
     # Reference logits for `check-model`. (condition, tokens int64 [B, N]) -> logits [B, N, V]
@@ -215,6 +217,7 @@ def assemble(
         grid=config.grid,
         neighbour_space=space,
         prepare=prompts.prepare,
+        stand_in=prompts.stand_in,
     )
     if tokenizer is not None:
         codes = tokenizer.config.codes

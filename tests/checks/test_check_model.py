@@ -22,7 +22,7 @@ from lantern_bench.models.networks.target import CachedSession, TransformerTarge
 from lantern_bench.models.registry import model_of
 from lantern_bench.utils.errors import UserError
 from tests.examples import tiny_hosted
-from tests.helpers import golden_models, tiny_chameleon
+from tests.helpers import golden_models, tiny_chameleon, tiny_llamagen
 
 CHECKS = ("logits", "cache", "tree", "forced tokens", "guidance", "codebook")
 LINES = ["a red lantern", "an image of a lantern"]
@@ -233,6 +233,29 @@ def test_a_missing_row_of_line_ends_fails_against_a_reference(
 
 
 # ---- The command
+
+
+@pytest.mark.parametrize("kind", ["t2i", "c2i"])
+def test_llamagen_is_checked_without_its_text_encoder(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tiny_llamagen.write_model_file(tmp_path / "model", kind))
+    assert cli.main(["check-model", path]) == 0
+    written = capsys.readouterr()
+    results = [line.split(",")[1] for line in written.out.splitlines()[1:]]
+    assert results == ["none", *["pass"] * 5]
+    assert written.err.count("random features stand for the prompts") == (kind == "t2i")
+
+
+def test_logits_of_captions_need_the_text_encoder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_llamagen.write_model_file(tmp_path / "model", "t2i")
+    arrays = {name: np.zeros((1, 2, 32)) for name in ("cond", "uncond")}
+    reference = tmp_path / "theirs.npz"
+    np.savez(reference, tokens=np.zeros((1, 2), int), prompts=np.array(["a lantern"]), **arrays)
+    assert cli.main(["check-model", str(path), "--reference", str(reference)]) == 3
+    assert "needs its text encoder" in capsys.readouterr().err
 
 
 def test_command_says_pass_or_fail_and_sets_the_exit_code(

@@ -216,7 +216,7 @@ class TextToImage(LlamaGen):
 
         folder = self.paths.get("text_encoder")
         if folder is None:
-            return refuse_captions(self.name)
+            return refuse_captions(self.name)._replace(stand_in=self.random_prompts().condition)
         kinds = weights_in(folder)
         if len(kinds) > 1:
             self.remarks.append(f"{folder}: has {listed(kinds)}; {kinds[0]} is read")

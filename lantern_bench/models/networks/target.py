@@ -32,6 +32,8 @@ class Prompts(NamedTuple):
     condition: Callable[[Sequence[str]], Any]
     prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = lambda _prompts: iter(())
     sha256: str | None = None  # None without a text encoder
+    # Random conditions, where the text encoder is missing: enough for `check-model`.
+    stand_in: Callable[[Sequence[str]], Any] | None = None
 
 
 class Condition(NamedTuple):
