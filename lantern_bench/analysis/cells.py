@@ -31,6 +31,7 @@ _NUMBERS += ["top_k", "top_p", "cfg_scale", "batch"]
 
 # Figures of a record that are numbers.
 _RECORDED = (
+    "decoded_together",
     "seconds",
     "tokens",
     "target_forwards",

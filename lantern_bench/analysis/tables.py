@@ -6,6 +6,7 @@ never 0, inf or nan.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -108,6 +109,9 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], *, pool_devices: 
         notes.append(
             f"{row['disturbed']} of {len(marks)} images disturbed: seconds of a busy machine"
         )
+    fewer = images["decoded_together"][images["decoded_together"] < cell.columns["batch"]]
+    for size, count in sorted(Counter(fewer).items()):
+        notes.append(f"{count} of {len(images)} images decoded {size:g} at a time")
     if len(cell.devices) > 1:
         devices = ", ".join(f"{count} on {name}" for name, count in sorted(cell.devices.items()))
         notes.append(f"seconds of several kinds of device: {devices}")

@@ -85,6 +85,8 @@ def generate(
         settings=settings,
         compile=False,
     )
+    for remark in resolved.remarks:
+        console.say(remark)
     if "all" not in modes and not random_weights:
         check_cells(resolved.cells, {model: described})
     if dry_run:

@@ -99,7 +99,8 @@ def sweep(
         command=ctx.meta["command"],
     )
     console.say(f"run: {request.folder}")
-    console.say(request.prompts_used())
+    for remark in request.remarks():
+        console.say(remark)
     if dry_run:
         if request.lacking:
             problem = joined(request.lacking)

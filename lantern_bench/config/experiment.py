@@ -82,6 +82,7 @@ class ResolvedExperiment:
 
     settings: Settings
     cells: tuple[Cell, ...]
+    remarks: tuple[str, ...] = ()  # what cells do otherwise than they are written
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of an experiment file that resolves to the same cells."""
@@ -153,9 +154,34 @@ def load_experiment(
     recorded = reader.model_defaults()
     defaults = {name: {**row, **recorded.get(name, {})} for name, row in suggested.items()}
     reader.check_models(settings, defaults, entries)
-    cells = Grid(reader=reader, settings=settings, entries=entries, defaults=defaults).cells()
+    grid = Grid(reader=reader, settings=settings, entries=entries, defaults=defaults)
+    cells = grid.cells()
     reader.problems.raise_all()
-    return ResolvedExperiment(settings, tuple(cells))
+    if overrides.modes:
+        cells = [cell for cell in cells if _is_compared(cell, cells)]
+    return ResolvedExperiment(settings, tuple(cells), tuple(grid.remarks()))
+
+
+# Settings in which the ar cell that a cell is compared with should agree with it, as in the tables.
+_SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p")
+
+
+def _is_compared(cell: Cell, cells: Sequence[Cell]) -> bool:
+    """Return whether a cell drafts, or other cells of its model are compared with it."""
+    of_model = [other for other in cells if other.model == cell.model]
+    drafting = [other for other in of_model if other.decoding.drafts]
+    if cell.decoding.drafts or not drafting:
+        return True
+
+    def unlike(other: Cell, baseline: Cell) -> list[bool]:
+        values = other.decoding.value
+        return [values(name) != baseline.decoding.value(name) for name in _SAMPLING]
+
+    for other in drafting:
+        closest = min(unlike(other, ar) for ar in of_model if not ar.decoding.drafts)
+        if unlike(other, cell) == closest:
+            return True
+    return False
 
 
 def _find(source: str | Path) -> Path:
@@ -198,6 +224,8 @@ class Grid:
     used_flags: set[str] = field(default_factory=set)
     missing: list[tuple[Location, str]] = field(default_factory=list)  # values that cells lack
     count: int = 0  # cells of one model
+    # The cells whose rule gives way to another one, by both rules and the reason.
+    replaced: dict[str, dict[str, None]] = field(default_factory=dict)
 
     def cells(self) -> list[Cell]:
         """Return the cells in a fixed order, without cells that have problems."""
@@ -218,6 +246,10 @@ class Grid:
                     f"two cells differ too little to be told apart by name: {cell_id}",
                 )
         return list(cells)
+
+    def remarks(self) -> list[str]:
+        """Return what cells do otherwise than they are written."""
+        return [f"{text}: {', '.join(cells)}" for text, cells in self.replaced.items()]
 
     def _entries_of(self, model: str) -> list[CellEntry]:
         """Return the entries for a model, with an ar cell first if a baseline is wanted."""
@@ -297,7 +329,12 @@ class Grid:
             values = dict(zip(axes, combination, strict=True))
             values |= {"drafting": method.drafting, "rule": method.rule}
             try:
-                yield self._decoding(method.mode, values, model)
+                decoding = self._decoding(method.mode, values, model)
+                if decoding.rule != method.rule:
+                    reason = "at temperature 0" if decoding.greedy else "on these drafts"
+                    text = f"{method.rule} follows the {decoding.rule} rule {reason}"
+                    self.replaced.setdefault(text, {})[decoding.cell_id] = None
+                yield decoding
             except MissingValueError as error:
                 self.missing.append((location, error.text))
             except ParameterError as error:

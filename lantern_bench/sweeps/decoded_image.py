@@ -93,6 +93,7 @@ class DecodedImage:
         phases = trace.phases
         measured = sum(phases.get(name, 0.0) for name in ("draft", "target", "verify", "prefill"))
         return self._usage_columns(batch) | {
+            "decoded_together": batch,
             "tokens": trace.tokens,
             "target_forwards": trace.target_forwards,
             "drafter_forwards": trace.drafter_forwards,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,20 @@ class Request:
         done = done_images(self.folder)
         return [task for task in self.plan.tasks if task.key not in done]
 
-    def prompts_used(self) -> str:
+    def remarks(self) -> list[str]:
+        """Say what the plan does: the prompts that it uses, its batches, and its rules."""
+        return [self._prompts_used(), *self._smaller_batches(), *self.experiment.remarks]
+
+    def _smaller_batches(self) -> Iterator[str]:
+        """Say for each size of batch how many images are decoded with fewer."""
+        sizes: Counter[tuple[int, int]] = Counter()
+        if max(self.experiment.settings.batch) > 1:
+            sizes.update((batch[0].cell.batch, len(batch)) for batch in self.plan.batches())
+        for (most, size), count in sorted(sizes.items()):
+            if size < most:
+                yield f"batch {most}: {count * size} images are decoded {size} at a time"
+
+    def _prompts_used(self) -> str:
         """Say how many prompts there are, and how many of them this plan uses."""
         described = self.prompts
         used = len({task.prompt.source for task in self.plan.tasks})

@@ -141,6 +141,29 @@ def test_a_model_without_a_drafter_is_offered_other_modes(refuse, capsys, comman
     assert cli.main(typed) == 0
 
 
+@pytest.mark.parametrize(
+    ("flags", "remarks"),
+    [
+        (["--images", "2", "--batch", "8"], ["batch 8: 4 images are decoded 2 at a time"]),
+        (["--images", "10", "--batch", "8"], ["batch 8: 4 images are decoded 2 at a time"]),
+        (["--images", "16", "--batch", "8"], []),
+        (["--images", "5", "--shard", "2/2", "--batch", "4"], ["batch 4: 2 images are decoded 1 "]),
+        # Batches of three end where a batch of eight does.
+        (
+            ["--images", "9", "--batch", "3,8"],
+            ["batch 3: 2 images are decoded 1 at a", "batch 3: 4 images", "batch 8: 2 images"],
+        ),
+        (["--temperature", "0"], ["cool-sd follows the strict rule at temperature 0: cool-sd-"]),
+    ],
+)
+def test_the_plan_says_what_it_does_otherwise(capsys, flags, remarks):
+    assert cli.main(["sweep", "--modes", "ar,cool-sd", "--dry-run", *flags]) == 0
+    said = capsys.readouterr().err.splitlines()[2:-1]
+    assert len(said) == len(remarks)
+    for line, remark in zip(said, remarks, strict=True):
+        assert line.startswith(remark)
+
+
 def test_images_repeats_and_shards(capsys):
     assert set(plan(capsys, "--images", "5", "--repeats", "2")["images"]) == {10}
     assert set(plan(capsys, "--images", "5", "--shard", "1/2")["images"]) == {3}

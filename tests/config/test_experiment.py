@@ -178,7 +178,7 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
         (
             {"lambda": "3"},
             {"modes": "lantern++", "settings": ["neighbours=99"]},
-            "ar-t1 ar-t0 lantern++-static-chain-7-k99-lambda3-t1",
+            "ar-t1 lantern++-static-chain-7-k99-lambda3-t1",
         ),
         (
             {"rule": "strict,block", "tree": "chain-3", "drafting": "static"},
@@ -196,6 +196,62 @@ def test_flags_lie_over_the_file(
         ids(load_experiment("lanterns", MODELS, Overrides.from_flags(flags, **more)))
         == expected.split()
     )
+
+
+SETS = """model: lanterns
+cells:
+  - {mode: ar, temperature: [1, 0.5, 0], seed_set: [0, 1]}
+  - {mode: ar, top_k: 9}
+  - {mode: scd, temperature: [0, 0.7]}
+  - {mode: sjd, top_k: 9}
+  - {mode: hybrid, top_k: 5}
+"""
+
+
+@pytest.mark.parametrize(
+    ("modes", "expected"),
+    [
+        # Of 0.7 there is no ar cell: the tables compare with the first of the others.
+        ("scd", "ar-t1 ar-t1-seedset1 ar-t0.5 ar-t0.5-seedset1 ar-t0 ar-t0-seedset1"),
+        ("ar,sjd", "ar-t1-topk9"),
+        ("hybrid", "ar-t1 ar-t1-seedset1 ar-t1-topk9"),
+        ("cool-sd", "ar-t1 ar-t1-seedset1"),
+        ("ar", "ar-t1 ar-t1-seedset1 ar-t0.5 ar-t0.5-seedset1 ar-t0 ar-t0-seedset1 ar-t1-topk9"),
+        ((), "ar-t1 ar-t1-seedset1 ar-t0.5 ar-t0.5-seedset1 ar-t0 ar-t0-seedset1 ar-t1-topk9"),
+    ],
+)
+def test_picked_modes_have_only_ar_cells_that_they_are_compared_with(
+    tmp_path: Path, modes: str, expected: str
+) -> None:
+    plan = ids(resolved(tmp_path, SETS, modes=modes))
+    assert [cell for cell in plan if cell.startswith("ar-")] == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("cell", "flags", "remark"),
+    [
+        ("mode: cool-sd, strength: [2, 3]", {"temperature": 0}, "cool-sd follows the strict rule"),
+        ("mode: gsd, cluster: 3", {"temperature": "0,1"}, "gsd follows the strict rule"),
+        ("mode: typical, epsilon: 0.1", {"temperature": 0}, "typical follows the strict rule"),
+        ("mode: scd, rule: typical", {"epsilon": 0.1, "temperature": 0}, "typical follows"),
+        ("mode: speculative, rule: block, tree: chain-3", {"temperature": 0}, "block follows"),
+        ("mode: speculative, rule: block, tree: chain-3", {"tree": "small-7"}, "on these drafts"),
+        ("mode: cool-sd, strength: 2", {"temperature": 1}, None),
+        ("mode: lantern, delta: 0.1", {"temperature": 0}, None),
+        ("mode: ar", {"temperature": 0}, None),
+    ],
+)
+def test_a_rule_that_gives_way_is_said(
+    tmp_path: Path, cell: str, flags: dict[str, Any], remark: str | None
+) -> None:
+    experiment = resolved(tmp_path, cells(f"{{{cell}}}"), flags)
+    if remark is None:
+        assert experiment.remarks == ()
+        return
+    (text,) = experiment.remarks
+    assert remark in text
+    changed = [row.cell_id for row in experiment.cells if row.decoding.rule == "strict"]
+    assert text.endswith(f": {', '.join(changed)}")
 
 
 def test_flags_of_the_run() -> None:
