@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -20,7 +21,7 @@ import psutil
 
 from lantern_bench.models.checkpoints.hub import PARTS, local_path
 from lantern_bench.storage.run_directory import results_root
-from lantern_bench.utils.causes import cause_in_machine
+from lantern_bench.utils.causes import PLUGIN_GROUPS, cause_in_machine
 from lantern_bench.utils.clock import now, usage
 from lantern_bench.utils.cores import cpu_quota, usable_cores
 from lantern_bench.utils.errors import LanternError, RefusedError
@@ -80,6 +81,7 @@ def examine(device: str = "auto") -> Iterator[Finding]:
         "memory": _memory,
         "disk": _disk,
         "weights": _weights,
+        "plug-ins": _plugins,
         "torch": _torch,
         "device": partial(_device, device),
     }
@@ -235,6 +237,33 @@ def _weights() -> Iterator[Finding]:
             )
     yield Finding("weights", "ok", f"published models here: {', '.join(complete) or 'none'}")
     yield from incomplete
+
+
+def _plugins() -> Iterator[Finding]:
+    from lantern_bench.methods.catalog import REFUSALS
+    from lantern_bench.models.registry import find_models
+
+    refusals = (*REFUSALS, *find_models()[1].values())
+    refused = {error.message: error.advice or "" for error in refusals}
+    usable = []
+    misplaced = []
+    installed = metadata.entry_points()
+    for group in sorted(installed.groups):
+        package, _, kind = group.partition(".")
+        if package.replace("-", "_") != "lantern_bench":
+            continue
+        for entry_point in installed.select(group=group):
+            distribution = entry_point.dist.name if entry_point.dist else "unknown"
+            name = f"{kind.removesuffix('s')} {entry_point.name} of the package {distribution}"
+            if kind not in PLUGIN_GROUPS or package != "lantern_bench":
+                misplaced.append(f"the {name} is not found: its group {group} is unknown")
+            elif not any(message.startswith(f"the {name} ") for message in refused):
+                usable.append(name)
+    yield Finding("plug-ins", "ok", f"installed and usable: {', '.join(usable) or 'none'}")
+    groups = ", ".join(f"lantern_bench.{kind}" for kind in PLUGIN_GROUPS)
+    refused |= dict.fromkeys(misplaced, f"The groups are {groups}.")
+    for message, fix in refused.items():
+        yield Finding("plug-ins", "warning", message, fix=fix)
 
 
 def _torch() -> Iterator[Finding]:

@@ -14,8 +14,8 @@ from pathlib import Path
 from lantern_bench.utils.errors import LanternError, RefusedError, UserError
 from lantern_bench.utils.text import one_line
 
-# Groups of the entry points of plug-ins.
-_GROUPS = tuple(f"lantern_bench.{kind}" for kind in ("draftings", "rules", "metrics", "models"))
+PLUGIN_GROUPS = ("draftings", "rules", "metrics", "models")
+"""The groups of the entry points of plug-ins, below `lantern_bench.`"""
 # Words in messages of libraries, in lower case, where the system gives no more memory.
 _NO_MEMORY = (
     "cuda out of memory",
@@ -36,6 +36,8 @@ def explained(error: Exception) -> LanternError:
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         message = f"{str(error.filename)[:60]}...: the name is too long for the file system"
         return UserError(message, "Give a shorter path.")
+    if isinstance(error, PermissionError) and error.filename:
+        return UserError(f"{error.filename}: {error.strerror}", "Change who may read and write it.")
     cause = cause_in_machine(error) or _cause_in_users_code(error)
     if cause is not None:
         return cause
@@ -82,8 +84,8 @@ def _cause_in_users_code(error: Exception) -> UserError | None:
         paths.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])  # code that the compiler wrote
     libraries = tuple(os.path.realpath(path) + os.sep for path in paths)
     packages = set()
-    for group in _GROUPS:
-        for entry_point in metadata.entry_points(group=group):
+    for group in PLUGIN_GROUPS:
+        for entry_point in metadata.entry_points(group=f"lantern_bench.{group}"):
             packages.add(entry_point.module.split(".")[0])
 
     found = None

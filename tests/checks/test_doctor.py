@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +70,59 @@ def test_torchvision_of_another_torch_fails(monkeypatch: pytest.MonkeyPatch) -> 
     assert states["torchvision"].state == "fail"
     assert "does not exist" in states["torchvision"].result
     assert "pip install" in states["torchvision"].fix
+
+
+# The files of two packages: one with a row that fails, and one whose groups are misspelt.
+_PACKAGES = {
+    "broken": """[lantern_bench.rules]
+mine = broken:RULE
+[lantern_bench.metrics]
+mine = json:dumps
+""",
+    "odd": """[lantern_bench.rule]
+x = odd:RULE
+[lantern-bench.models]
+y = odd:MODEL
+""",
+}
+_LIST = """
+from lantern_bench.checks import doctor
+for row in doctor._plugins():
+    print(*row, sep="|")
+"""
+
+
+def test_plug_ins_are_listed_with_what_keeps_them_from_being_used(tmp_path: Path) -> None:
+    """In a process of its own: plug-ins are found once."""
+    for package, entry_points in _PACKAGES.items():
+        folder = tmp_path / f"{package}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(entry_points)
+    examples = Path(__file__).parents[1] / "examples"
+    path = [tmp_path, examples / "distance_rule", examples / "echo_drafting", *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", _LIST],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    usable, *others = done.stdout.splitlines()
+    assert usable == (
+        "plug-ins|ok|installed and usable: drafting echo of the package echo-drafting, "
+        "rule by-distance of the package distance-rule|"
+    )
+    refused, wrong_kind, *misplaced = others
+    reason = "the rule mine of the package broken cannot be loaded: ModuleNotFoundError"
+    assert refused.startswith(f"plug-ins|warning|{reason}")
+    assert refused.endswith("|Fix the package broken, or uninstall it.")
+    assert "the metric mine of the package broken cannot be used" in wrong_kind
+    assert [line.split("|")[2] for line in misplaced] == [
+        "the model y of the package odd is not found: its group lantern-bench.models is unknown",
+        "the rule x of the package odd is not found: its group lantern_bench.rule is unknown",
+    ]
+    assert "lantern_bench.draftings, lantern_bench.rules" in misplaced[0]
 
 
 @pytest.mark.parametrize(("free", "state"), [(9e9, "ok"), (1e9, "warning"), (1e8, "fail")])
