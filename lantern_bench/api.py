@@ -21,6 +21,7 @@ from lantern_bench.config.settings import Overrides
 from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable
 from lantern_bench.storage.run_directory import RunData, find_run, load_runs
+from lantern_bench.storage.schema import without_unused
 from lantern_bench.sweeps.decoded_image import DecodedImage as DecodedImage
 from lantern_bench.sweeps.events import Event, shown_by
 from lantern_bench.sweeps.request import prepare
@@ -53,7 +54,7 @@ class Run:
     @cached_property
     def tables(self) -> dict[str, pd.DataFrame]:
         """The tables of the CSV files, not rounded: speed, quality, acceptance and summary."""
-        return tables_of(self._data)
+        return {name: without_unused(table) for name, table in tables_of(self._data).items()}
 
     @property
     def speed(self) -> pd.DataFrame:
@@ -105,11 +106,7 @@ class Run:
         return [Image.open(self.path / image) for image in sorted(images)]
 
     def __repr__(self) -> str:
-        failed = (self.records["status"] != "ok").sum()
-        counts = f"{len(self.cells)} cells, {len(self.records) - failed} images"
-        if failed:
-            counts += f", {failed} failed"
-        return f"Run({str(self.path)!r}: {counts})"
+        return f"Run({str(self.path)!r}: {len(self.cells)} cells, {self._data.images})"
 
     def _repr_html_(self) -> str:
         from html import escape

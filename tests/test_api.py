@@ -143,7 +143,7 @@ def test_failed_images_raise_and_the_run_can_be_read(tiny: TinyModel) -> None:
     with pytest.raises(RecordsFailedError, match="6 of 12 images failed"):
         lantern_bench.sweep("tiny.yaml", out="run", prompts="broken.txt", images=2)
     run = lantern_bench.load_run("run")
-    assert repr(run) == "Run('run': 6 cells, 6 images, 6 failed)"
+    assert repr(run) == "Run('run': 6 cells, 6 of 12 images, 6 failed)"
     assert set(run.records["status"]) == {"ok", "failed"}
     assert (run.summary["failed"] == 1).all()
     assert len(run.pictures(run.cells[0])) == 1

@@ -80,6 +80,9 @@ class Console:
 
             return self.data(csv_text(table))
         if self.format == "json":
+            from lantern_bench.storage.schema import without_unused
+
+            table = without_unused(table)
             return self.data(
                 table.to_json(orient="records", double_precision=15, indent=1, force_ascii=False)
             )

@@ -104,11 +104,9 @@ def _flags(
     # the command line as typed, which `main` passes on
     ctx.meta["command"] = ctx.obj
     ctx.obj = console
-    with warnings.catch_warnings(record=True) as noted:
-        warnings.simplefilter("always")
-        prepare_environment()
-    for warning in noted:
-        console.warn(str(warning.message))
+    ctx.call_on_close(functools.partial(setattr, warnings, "showwarning", warnings.showwarning))
+    warnings.showwarning = lambda message, *_: console.warn(str(message))
+    prepare_environment()
 
 
 @functools.cache

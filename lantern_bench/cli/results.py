@@ -89,23 +89,17 @@ def show(
     console: Console,
     run: RunArgument,
     table: Annotated[str, typer.Option(help=f"One of {', '.join(_TABLES)}.")] = "summary",
+    save: Annotated[
+        bool, typer.Option("--save", help="Also write all tables as CSV files of the run.")
+    ] = False,
 ) -> None:
-    """Rebuild the tables of a run from its records and print one of them."""
+    """Build the tables of a run from its records and print one of them. Writes no file."""
     check_choice("--table", table, _TABLES)
 
-    from lantern_bench.analysis.tables import save_tables
+    from lantern_bench.analysis.tables import write_tables
     from lantern_bench.api import load_run
 
-    loaded = load_run(run)
-    tables = loaded.tables
-    try:
-        if len(loaded.records):
-            save_tables(tables, run)
-    except UserError as error:
-        console.warn(
-            error.message,
-            "The printed table is built from the records; the CSV files are not updated.",
-        )
+    tables = write_tables(run) if save else load_run(run).tables
     console.table(tables[table], table, title=run.name)
 
 

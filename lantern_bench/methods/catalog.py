@@ -23,23 +23,20 @@ from lantern_bench.methods.parameters import (
     Values,
     word,
 )
-from lantern_bench.methods.plugins import find_rows, parameters_of
+from lantern_bench.methods.plugins import by_name, find_rows, parameters_of
 from lantern_bench.methods.rules import SHIPPED_RULES, Rule
 from lantern_bench.methods.static_trees import STATIC_TREES, is_chain
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.text import did_you_mean, listed
 
-_TAKEN = {
-    "all",
-    "mode",
-    "drafting",
-    "rule",
-    "bound",
-    *SAMPLING,
-    *(row.name for row in SHIPPED_MODES),
-}
-for _row in (*SHIPPED_DRAFTINGS, *SHIPPED_RULES):
-    _TAKEN.update([_row.name, *_row.parameter_names])
+_SHIPPED = (*SHIPPED_DRAFTINGS, *SHIPPED_RULES)
+_SHIPPED_PARAMETERS = by_name(_SHIPPED)
+_TAKEN: dict[str, Parameter | None] = dict.fromkeys(
+    ["all", "mode", "drafting", "rule", "bound", *SAMPLING, *(row.name for row in SHIPPED_MODES)]
+)
+for _row in _SHIPPED:
+    _TAKEN.update(dict.fromkeys([_row.name, *_row.parameter_names]))
+_TAKEN.update(_SHIPPED_PARAMETERS)
 OUTSIDE_DRAFTINGS, _refused_draftings = find_rows("lantern_bench.draftings", Drafting, _TAKEN)
 DRAFTINGS: dict[str, Drafting] = {row.name: row for row in SHIPPED_DRAFTINGS} | OUTSIDE_DRAFTINGS
 
@@ -61,8 +58,12 @@ MODES |= {
 }
 
 _OWN_METRICS = {metric.name: metric for metric in SHIPPED_METRICS}
-_OUTSIDE_METRICS, REFUSED_METRICS = find_rows("lantern_bench.metrics", Metric, set(_OWN_METRICS))
-METRICS: dict[str, Metric] = _OWN_METRICS | _OUTSIDE_METRICS
+OUTSIDE_METRICS, REFUSED_METRICS = find_rows(
+    "lantern_bench.metrics", Metric, dict.fromkeys(_OWN_METRICS)
+)
+METRICS: dict[str, Metric] = _OWN_METRICS | OUTSIDE_METRICS
+REFUSALS = (*_refused_draftings.values(), *_refused_rules.values(), *REFUSED_METRICS.values())
+"""Why installed methods and metrics cannot be used; some occur twice."""
 
 
 def _metrics(is_wanted: Callable[[Metric], bool]) -> tuple[str, ...]:
@@ -97,6 +98,9 @@ _PARAMETERS = (
     *SHARED["sampling"],
 )
 PARAMETERS: dict[str, Parameter] = {parameter.name: parameter for parameter in _PARAMETERS}
+_OUTSIDE = by_name([*OUTSIDE_DRAFTINGS.values(), *OUTSIDE_RULES.values()])
+OUTSIDE_PARAMETERS = _OUTSIDE.keys() - _SHIPPED_PARAMETERS.keys()
+"""The names of parameters that only methods of other packages have."""
 _SHARED = ("neighbours", "neighbour_metric", "delta", "lambda", "bound", "residual", *SAMPLING)
 METHOD_PARAMETERS = {
     name: parameter

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from importlib import metadata
 from typing import Any, TypeVar
 
-from lantern_bench.methods.draftings import SHIPPED_DRAFTINGS, Drafting
+from lantern_bench.methods.draftings import Drafting
 from lantern_bench.methods.metrics import Metric
 from lantern_bench.methods.parameters import Parameter
-from lantern_bench.methods.rules import SHIPPED_RULES, Rule
+from lantern_bench.methods.rules import Rule
 from lantern_bench.utils.errors import RefusedError
 
 _NAME = r"[a-z][a-z0-9_-]*"
@@ -28,7 +28,7 @@ _NAMES: dict[type, tuple[str, str]] = {
 def find_rows(
     group: str,
     row_class: type[_Row],
-    taken: set[str],
+    taken: dict[str, Parameter | None],
     *,
     draftings: Collection[str] = (),
     entry_points: Iterable[metadata.EntryPoint] | None = None,
@@ -38,8 +38,8 @@ def find_rows(
     Args:
         group: The entry point group.
         row_class: The type of the rows.
-        taken: Names that neither a row nor its parameters may have; the names of usable rows and
-            of their parameters are added.
+        taken: Names that no row may have. The names of parameters, which rows may share, have
+            their parameters. Usable rows and their parameters are added.
         draftings: The draftings that a rule may name.
         entry_points: Replaces the installed entry points, for tests.
     """
@@ -66,12 +66,12 @@ def find_rows(
             refused[str(getattr(row, "name", entry_point.name))] = refusal
         else:
             rows[row.name] = row
-            taken.add(row.name)
-            taken.update(parameter.name for parameter in parameters_of([row]))
+            taken[row.name] = None
+            taken.update(by_name([row]))
     return rows, refused
 
 
-def _fault(row: Any, row_class: type[Any], taken: Collection[str]) -> str | None:
+def _fault(row: Any, row_class: type[Any], taken: Mapping[str, Parameter | None]) -> str | None:
     """Return why a row cannot be used, or None."""
     if not isinstance(row, row_class):
         return f"its entry point is a {type(row).__name__}, not a {row_class.__name__}"
@@ -97,14 +97,19 @@ def parameters_of(rows: Iterable[Any]) -> list[Parameter]:
     return parameters
 
 
-_SHIPPED_PARAMETERS = parameters_of((*SHIPPED_DRAFTINGS, *SHIPPED_RULES))
+def by_name(rows: Iterable[Any]) -> dict[str, Parameter]:
+    """Return the parameters of draftings and rules by name."""
+    return {parameter.name: parameter for parameter in parameters_of(rows)}
 
 
-def _parameter_fault(parameter: Parameter, taken: Collection[str]) -> str | None:
+def _parameter_fault(parameter: Parameter, taken: Mapping[str, Parameter | None]) -> str | None:
     if not re.fullmatch(_KEY, parameter.name):
         return f"its parameter {parameter.name!r} must be lower-case letters, digits and _"
-    if parameter.name in taken and parameter not in _SHIPPED_PARAMETERS:
-        return f"the name of its parameter {parameter.name} is taken"
+    if taken.get(parameter.name, parameter) is not parameter:
+        return (
+            f"the name of its parameter {parameter.name} is taken "
+            "(rules of one package may share one Parameter object)"
+        )
     texts = (parameter.kind.allowed, parameter.help)
     if any(type(text) is not str for text in texts):
         return f"its parameter {parameter.name} needs texts for what is allowed and for `help`"

@@ -53,7 +53,7 @@ def find_models() -> tuple[dict[str, Model], dict[str, RefusedError]]:
             if spec.parameters is not None:
                 shipped[name] = family(name, spec)
     abstract: Any = Model  # mypy wants a class that can be instantiated
-    outside, refused = find_rows("lantern_bench.models", abstract, taken=set(shipped))
+    outside, refused = find_rows("lantern_bench.models", abstract, taken=dict.fromkeys(shipped))
     return shipped | outside, refused
 
 

@@ -111,7 +111,7 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
         version=__version__,
         cells=cells,
         pictures=pictures,
-        warnings=list(_speed_warnings(runs)),
+        warnings=list(_warnings(runs)),
         summary=_summary(tables, styles),
         runs=[_run_facts(name, run, tables[name]) for name, run in runs.items()],
         data=data,
@@ -124,9 +124,11 @@ def _json(value: Any, **_: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _speed_warnings(runs: Mapping[str, RunData]) -> Iterator[str]:
-    """Yield a sentence for each run that measures speed and whose images were mostly disturbed."""
+def _warnings(runs: Mapping[str, RunData]) -> Iterator[str]:
+    """Yield a sentence for each incomplete run, and for each whose images were mostly disturbed."""
     for name, run in runs.items():
+        if run.incomplete:
+            yield f"{name}: {run.incomplete}"
         text = disturbance(run.records[run.records["status"] == "ok"])
         if run.is_timed and text and text.startswith(NO_SPEED):
             yield f"{name}: {text}"

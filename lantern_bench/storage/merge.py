@@ -16,6 +16,7 @@ from lantern_bench.config.experiment import KEYS_WITHOUT_EFFECT
 from lantern_bench.storage.records import line_of, rows_of, shown
 from lantern_bench.storage.run_directory import (
     MANIFEST,
+    MERGING,
     RECORDS,
     SCORES,
     RunData,
@@ -51,7 +52,7 @@ def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Path:
     if folder.exists():
         raise UserError(f"--out {folder}: exists already", "Give --out with a new folder.")
     # Renamed when it is complete: an interrupted merge leaves no run.
-    partial = folder.with_name(f"{folder.name}.merging")
+    partial = folder.with_name(folder.name + MERGING)
     shutil.rmtree(partial, ignore_errors=True)
     _write(shards, partial, name=folder.name)
     partial.rename(folder)

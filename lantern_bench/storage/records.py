@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from lantern_bench.config.plan import ImageTask
-from lantern_bench.storage.schema import Row, columns
+from lantern_bench.storage.schema import OUTSIDE_COLUMNS, Row, columns
 from lantern_bench.utils.errors import RefusedError, UserError
 
 if TYPE_CHECKING:
@@ -164,7 +164,9 @@ class RowFile:
         unknown = set(values) - set(self._names)
         if unknown:
             raise ValueError(f"{self._table} have no column {', '.join(sorted(unknown))}")
-        content = line_of({name: values.get(name) for name in self._names})
+        row = {name: values.get(name) for name in self._names}
+        unused = {name for name in OUTSIDE_COLUMNS & row.keys() if row[name] is None}
+        content = line_of({name: value for name, value in row.items() if name not in unused})
         end = self._file.seek(0, os.SEEK_END)
         try:
             rest = memoryview(content)

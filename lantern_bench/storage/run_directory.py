@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import os
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from lantern_bench.config.plan import ImageKey
 from lantern_bench.storage.records import read_frame, read_rows, rows_of
 from lantern_bench.storage.schema import SCHEMA_VERSION, Row
 from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.files import fingerprint
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 RECORDS = "records.jsonl"
 SCORES = "scores.jsonl"
+MERGING = ".merging"  # ends the name of a run that is being merged
 # in a manifest: true where a run was copied without them (scripts/commit_run.py)
 PICTURES_LEFT_OUT = "pictures_left_out"
 # columns of records that resuming and planning need
@@ -50,6 +53,57 @@ class RunData:
         """Whether the run measures speed: it has the metric `speed`."""
         return "speed" in self.manifest.get("experiment", {}).get("metrics", ("speed",))
 
+    @property
+    def images(self) -> str:
+        """How many images are finished, in words: `24 of 288 images, 2 failed`."""
+        failed = len(self.records) - self._finished
+        plan = f" of {planned_images(self.manifest)}" if self._lacks_images else ""
+        text = f"{self._finished}{plan} images"
+        return f"{text}, {failed} failed" if failed else text
+
+    @property
+    def _finished(self) -> int:
+        return int((self.records["status"] == "ok").sum())
+
+    @property
+    def _lacks_images(self) -> bool:
+        """Whether the plan has more images. A run without records is read from its tables."""
+        return len(self.records) > 0 and self._finished < planned_images(self.manifest)
+
+    @property
+    def incomplete(self) -> str | None:
+        """What is missing in the files of the run, in words; None for a complete run."""
+        missing = []
+        if self._lacks_images:
+            missing.append(self.images)
+        for name in (RECORDS, SCORES):
+            if _ends_within_a_line(self.folder / name):
+                missing.append(f"the last line of {name} is cut off and left out")
+        if not missing:
+            return None
+        return f"{'; '.join(missing)}. The command that started the run continues it."
+
+
+def planned_images(manifest: Mapping[str, Any]) -> int:
+    """Return how many images a run has when it is complete; 0 where its manifest says nothing."""
+    if manifest.get("shard"):
+        return int(manifest["shard"]["images"])
+    experiment = manifest.get("experiment") or {}
+    prompts = manifest.get("prompts") or {}
+    images = experiment.get("images") or prompts.get("prompts") or 0
+    batches = experiment.get("batch")
+    sizes = len(batches) if isinstance(batches, list) else 1
+    return int(images * experiment.get("repeats", 1) * len(experiment.get("cells", ())) * sizes)
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """Return whether the last line of a file is being written, or was cut off."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
 
 # ---- Finding runs
 
@@ -70,13 +124,17 @@ def find_run(name: str | Path) -> Path:
     Names are those under `results_root()`. Raises `UserError` where none or several fit.
     """
     root = results_root()
-    for folder in (Path(name), root / name):
+    places = (Path(name), root / name)
+    for folder in places:
         if (folder / MANIFEST).is_file():
             return folder
     runs = known_runs()
     close = [run for run in runs if run.startswith(str(name))]
     if len(close) == 1:
         return root / close[0]
+    for place in places:
+        if place.exists() and not close:
+            raise without_manifest(place)
     wrong = "several runs start with this" if close else "no such run"
     raise UserError(
         f"{name}: {wrong}", f"The runs in {root}: {', '.join(close or runs) or 'none yet'}."
@@ -120,7 +178,7 @@ def load_runs(
     tables_suffice: bool = False,
     empty_shards: bool = False,
 ) -> dict[str, RunData]:
-    """Load runs by name.
+    """Load runs by name. Warns of runs that are not complete.
 
     Args:
         directories: The run directories.
@@ -139,6 +197,8 @@ def load_runs(
         is_empty = empty_shards and is_empty_shard(run.manifest)
         if not len(run.records) and not has_tables and not is_empty:
             raise without_records(directory)
+        if run.incomplete:
+            warnings.warn(f"{directory}: {run.incomplete}", stacklevel=2)
         runs[name] = run
     return runs
 
@@ -182,9 +242,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(
-            f"{folder}: not a run directory, it has no {MANIFEST}", "Give one that a sweep wrote."
-        ) from error
+        if path.exists():
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        raise without_manifest(folder) from error
     except ValueError as error:
         raise UserError(f"{path}: damaged, not JSON", "Restore it, or start a new run.") from error
     version = manifest.get("schema_version") if isinstance(manifest, dict) else None
@@ -194,6 +254,38 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "Use the release that wrote the run.",
         )
     return dict(manifest)
+
+
+def without_manifest(path: Path) -> UserError:
+    """Return the error for an existing path that is no run: what is there, and what helps."""
+    for parent in path.absolute().parents:
+        if (parent / MANIFEST).is_file():
+            return UserError(f"{path}: is a part of a run", f"Give the run: {parent}.")
+    if not path.is_dir():
+        what = "is a file, not a run directory" if path.exists() else "no such folder"
+        return UserError(f"{path}: {what}", "Give the folder of a run.")
+    names = [file.name for file in sorted(path.iterdir()) if not file.name.startswith(".")]
+    runs = [name for name in names if (path / name / MANIFEST).is_file()]
+    if runs:
+        advice = f"Give one of them, for example {path / runs[0]}"
+        return UserError(f"{path}: not a run directory, it has the runs {_first(runs)}", advice)
+
+    advice = "Give a folder that `lantern-bench sweep` wrote."
+    records = path / RECORDS
+    if path.suffix == MERGING:
+        advice = f"A merge was interrupted. Remove it (rm -r {path}), and merge again."
+    elif records.is_file() and not records.stat().st_size:
+        advice = f"A sweep was stopped as it began. Start it again with --out {path}"
+    elif records.is_file() or "speed.csv" in names:
+        advice = f"The copy is incomplete. Copy this file too: cp ORIGINAL/{MANIFEST} {path}"
+    found = f"it has {_first(names)}" if names else "it is empty"
+    return UserError(f"{path}: not a run directory, it has no {MANIFEST}; {found}", advice)
+
+
+def _first(names: Sequence[str], most: int = 6) -> str:
+    """Return the first of many names in words."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:
@@ -227,14 +319,11 @@ def finished_records(folder: Path) -> pd.DataFrame:
     An unchanged file is not read again.
     """
     path = folder / RECORDS
-    state = (0, 0)
-    if path.is_file():
-        state = (path.stat().st_size, path.stat().st_mtime_ns)
-    return _finished(folder.absolute(), state)
+    return _finished(folder, fingerprint(path) if path.is_file() else "")
 
 
 @functools.lru_cache(maxsize=1)
-def _finished(folder: Path, _state: tuple[int, int]) -> pd.DataFrame:
+def _finished(folder: Path, _fingerprint: str) -> pd.DataFrame:
     records = _latest_records(folder, _SCANNED)
     return records[records["status"] == "ok"]
 

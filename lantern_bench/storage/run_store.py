@@ -218,7 +218,7 @@ def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
         with lock_run(folder):
             pass
     finished = len(done_images(folder))
-    if finished and (folder / MANIFEST).exists():
+    if finished:
         check_same_run(folder.name, read_manifest(folder), _wanted(experiment), finished=finished)
 
 

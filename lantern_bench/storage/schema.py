@@ -19,6 +19,8 @@ from lantern_bench.methods.catalog import (
     OF_IMAGES,
     OF_SETS,
     OF_TOKENS,
+    OUTSIDE_METRICS,
+    OUTSIDE_PARAMETERS,
     PARAMETERS,
     RULES,
 )
@@ -181,6 +183,11 @@ def columns(table: str) -> tuple[Column, ...]:
     return TABLES[table]
 
 
+_OF_METRICS = {column.name for column in _quality_columns(OUTSIDE_METRICS)}
+OUTSIDE_COLUMNS = _OF_METRICS | OUTSIDE_PARAMETERS
+"""Columns from other packages. Files without values in them lack them: an installed package changes
+no run that does not use it."""
+
 ENDS = ("", "_low", "_high")  # endings of the names of a figure and of its interval
 
 # ---- Tables as DataFrames and as files
@@ -215,13 +222,19 @@ def write_csv(table: pd.DataFrame, path: Path) -> None:
     write_file(path, csv_text(table).encode())
 
 
+def without_unused(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table without the columns from other packages that have no values in it."""
+    unused = [name for name in table if name in OUTSIDE_COLUMNS and table[name].isna().all()]
+    return table.drop(columns=unused)
+
+
 def csv_text(table: pd.DataFrame) -> str:
     """Return a table as CSV with 6 significant digits; missing values are empty.
 
     A text that a spreadsheet would run as a formula begins with an apostrophe.
     """
-    safe = table.copy()
-    for name, values in table.items():
+    safe = without_unused(table)
+    for name, values in safe.items():
         if values.dtype.kind == "O":
             safe[name] = values.map(_no_formula)
     return str(safe.to_csv(index=False, float_format="%.6g", lineterminator="\n"))

@@ -8,39 +8,17 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from lantern_bench.utils.files import cache_folder, file_sha256, write_atomically
+from lantern_bench.utils.files import (
+    cache_folder,
+    file_sha256,
+    fingerprint,
+    write_atomically,
+)
 from lantern_bench.utils.progress import slow_task
 
 # Bytes. Hashing a smaller file takes less time than keeping its hash in the index.
 _WORTH_REMEMBERING = 32 * 10**6
-_PARTS = 256  # of a file that its fingerprint reads
-_PART_BYTES = 4096
 _HASHED_BYTES = 1 << 24  # between two reports of progress
-
-
-def fingerprint(path: Path) -> str:
-    """Return what changes when a file changes, without reading all of it.
-
-    Programs that copy a file can keep its size and its times, so parts of the content count too.
-    """
-    state = path.stat()
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for part in range(_PARTS):
-            file.seek(state.st_size * part // _PARTS)
-            digest.update(file.read(_PART_BYTES))
-        file.seek(max(0, state.st_size - _PART_BYTES))
-        digest.update(file.read(_PART_BYTES))
-    facts = (
-        path.resolve(),
-        state.st_size,
-        state.st_mtime_ns,
-        state.st_ctime_ns,
-        state.st_dev,
-        state.st_ino,
-        digest.hexdigest(),
-    )
-    return "|".join(map(str, facts))
 
 
 def remembered_sha256(path: Path) -> str:

@@ -54,15 +54,78 @@ def failing(monkeypatch):
 
 @pytest.mark.parametrize("table", NAMES)
 def test_show_makes_the_tables_and_prints_the_csv(results, capsys, table):
-    assert cli.main(["show", "first", "--table", table]) == 0
+    assert cli.main(["show", "first", "--table", table, "--save"]) == 0
     written = capsys.readouterr()
     assert written.out == (results / "first-1234" / f"{table}.csv").read_text()
     assert written.err == ""
     assert all((results / "first-1234" / f"{name}.csv").is_file() for name in NAMES)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["show"], ["show", "--format", "json"], ["recommend"], ["predict", "--device", "a100"]],
+)
+def test_commands_that_read_a_run_write_nothing(results, capsys, words):
+    """Also not where a file is older than the records, as after an update."""
+    run = results / "first-1234"
+    (run / "speed.csv").write_text("cell_id\n")
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.iterdir()}
+    cli.main([words[0], "first", *words[1:]])
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.iterdir()} == before
+
+
+INCOMPLETE = "first-1234: 5 of 12 images; the last line of records.jsonl is cut off and left out"
+
+
+@pytest.fixture
+def incomplete(results):
+    """The first run with the records of five of its images, and a half of the sixth."""
+    run = results / "first-1234"
+    lines = (run / "records.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "records.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:50])
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["experiment"] = {"images": 4, "repeats": 1, "batch": 1, "cells": [{}, {}, {}]}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    return run
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["show"],
+        ["show", "--save"],
+        ["curves", "--out", "curves"],
+        ["report", "--out", "page.html"],
+        ["compare", "second"],
+        ["recommend", "second", "--within", "clip_score=0.01"],
+        ["predict", "--device", "a100"],
+    ],
+)
+def test_commands_say_that_a_run_is_incomplete(incomplete, capsys, words):
+    assert cli.main([words[0], "first", *words[1:]]) == 0
+    written = capsys.readouterr().err
+    assert written.count(f"{INCOMPLETE}. The command that started the run continues it.") == 1
+    assert "Warning:" not in written
+    if words[0] == "report":
+        assert INCOMPLETE in Path("page.html").read_text(encoding="utf-8")
+
+
+def test_quiet_commands_and_complete_runs_say_nothing_of_it(incomplete, results, capsys):
+    assert cli.main(["show", "first", "-q"]) == 0
+    assert cli.main(["show", "second"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_the_api_says_that_a_run_is_incomplete(incomplete):
+    with pytest.warns(UserWarning, match="5 of 12 images"):
+        run = lantern_bench.load_run("first")
+    assert repr(run).endswith("first-1234': 3 cells, 5 of 12 images)")
+
+
 def test_a_run_without_records_still_has_its_tables(results, tmp_path, capsys):
     run = results / "first-1234"
+    assert cli.main(["show", "first", "--save"]) == 0
+    capsys.readouterr()
     for table in NAMES:
         assert cli.main(["show", "first", "--table", table]) == 0
         shown = capsys.readouterr().out
@@ -100,7 +163,7 @@ def test_show_formats(results, capsys):
     assert "2.09x [1.98, 2.21]" in capsys.readouterr().out
 
 
-def test_show_prints_from_a_read_only_run_with_a_warning_unless_quiet(results, capsys, monkeypatch):
+def test_show_needs_a_writable_run_only_to_save(results, refuse, capsys, monkeypatch):
     def fail(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -108,11 +171,20 @@ def test_show_prints_from_a_read_only_run_with_a_warning_unless_quiet(results, c
     assert cli.main(["show", "first"]) == 0
     written = capsys.readouterr()
     assert len(written.out.splitlines()) == 4
-    assert "warning:" in written.err
-    assert "Permission denied" in written.err
-    for typed in (["show", "first", "-q"], ["-q", "show", "first"]):
-        assert cli.main(typed) == 0
-        assert capsys.readouterr().err == ""
+    assert written.err == ""
+    refuse(["show", "first", "--save"], 2, "speed.csv: cannot be written: Permission denied")
+
+
+def test_tables_without_records_are_not_saved(results, refuse):
+    assert cli.main(["show", "first", "--save"]) == 0
+    (results / "first-1234" / "records.jsonl").unlink()
+    refuse(["show", "first", "--save"], 3, "holds tables only, no records")
+
+
+def test_a_file_that_may_not_be_read_is_named(failing, capsys):
+    failing(PermissionError(13, "Permission denied", "runs/x/manifest.json"))
+    assert cli.main(["show", "x"]) == 2
+    assert "error: runs/x/manifest.json: Permission denied" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -86,6 +88,38 @@ def p_value(values: dict[str, Any]) -> float:
     )
     print(f"G-tests echo {values}: {p_values}")
     return min(p_values.values())
+
+
+@pytest.mark.timeout(1200)
+def test_an_installed_package_changes_no_run_that_does_not_use_it(tmp_path: Path) -> None:
+    """Neither the columns of its parameters nor those of its metrics."""
+    tiny = ["--model", "tiny", "--modes", "ar,scd", "--images", "1", "--metrics", "speed"]
+    commands = [
+        ["sweep", *tiny, "--no-compile", "--out", "run"],
+        ["show", "run", "--table", "quality", "--format", "json"],
+        ["check-run", "run"],
+    ]
+    none = tmp_path / "none"
+    none.mkdir()
+    packages = [EXAMPLE, ROOT / "tests" / "examples" / "sharpness_metric"]
+    both = Path(os.pathsep.join(map(str, packages)))
+    columns = {}
+    for name, path in (("without", none), ("with", both)):
+        folder = tmp_path / name
+        folder.mkdir()
+        done = run(folder, *commands, path=path)
+        assert done.returncode == 0, done.stderr
+        line = (folder / "run" / "records.jsonl").read_text().splitlines()[0]
+        columns[name] = {
+            "records": list(json.loads(line)),
+            "shown": list(json.loads(done.stdout[done.stdout.index("[\n") :])[0]),
+        }
+        for file in (folder / "run").glob("*.csv"):
+            columns[name][file.name] = file.read_text().splitlines()[0].split(",")
+    assert columns["with"] == columns["without"]
+    # A run that was made without the package stays as it is.
+    code = run(tmp_path / "without", ["check-run", "run"], path=both)
+    assert code.returncode == 0, code.stderr
 
 
 def test_a_length_out_of_range_is_refused(echo: ModuleType) -> None:

@@ -91,7 +91,7 @@ def test_the_name_of_a_metric_has_no_hyphen() -> None:
         name="x", dist=None, load=lambda: Metric("my-metric", "a name", "a:b")
     )
     usable, refused = find_rows(
-        group="", row_class=Metric, taken=set(METRICS), draftings=(), entry_points=[entry]
+        group="", row_class=Metric, taken=dict.fromkeys(METRICS), draftings=(), entry_points=[entry]
     )
     assert not usable
     assert "must be lower-case letters, digits and _" in str(refused["x"])

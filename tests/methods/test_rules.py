@@ -74,7 +74,7 @@ def number(name: str, **changes: Any) -> Parameter:
     ],
 )
 def test_what_cannot_be_used_is_refused(rule: object, wrong: str) -> None:
-    taken = {*MODES, *DRAFTINGS, *RULES, "delta"}
+    taken: dict[str, Parameter | None] = dict.fromkeys([*MODES, *DRAFTINGS, *RULES, "delta"])
     usable, refused = find_rows(
         group="",
         row_class=Rule,
@@ -93,18 +93,37 @@ def test_two_rules_or_parameters_of_one_name_are_refused() -> None:
     shared = [some(name=name, bound="size", parameters=(number("size"),)) for name in ("a", "b")]
     entries = [Entry(f"{number}", row) for number, row in enumerate([some(), some(), *shared])]
     usable, refused = find_rows(
-        group="", row_class=Rule, taken=set(), draftings=["static"], entry_points=entries
+        group="", row_class=Rule, taken={}, draftings=["static"], entry_points=entries
     )
     assert list(usable) == ["mine", "a"]
     assert refused["1"].message.endswith("cannot be used: the name mine is taken")
-    assert refused["b"].message.endswith("the name of its parameter size is taken")
+    assert refused["b"].message.endswith(
+        "the name of its parameter size is taken "
+        "(rules of one package may share one Parameter object)"
+    )
+
+
+def test_rules_and_draftings_may_share_a_parameter() -> None:
+    size = number("size")
+    taken: dict[str, Parameter | None] = {}
+    drafts = Drafting("drafts", make="module:make", about="of mine", parameters=(size,))
+    find_rows("", Drafting, taken, entry_points=[Entry("drafts", drafts)])
+    rules = [some(name=name, bound="size", parameters=(size,)) for name in ("a", "b")]
+    other = some(name="c", bound="size", parameters=(number("size", help="Another."),))
+    named_so = some(name="size")
+    entries = [Entry(row.name, row) for row in (*rules, other, named_so)]
+    usable, refused = find_rows(
+        group="", row_class=Rule, taken=taken, draftings=["static"], entry_points=entries
+    )
+    assert list(usable) == ["a", "b"]
+    assert set(refused) == {"c", "size"}
 
 
 def test_names_may_have_hyphens() -> None:
     usable, refused = find_rows(
         group="",
         row_class=Rule,
-        taken=set(),
+        taken={},
         draftings=["static"],
         entry_points=[Entry("any", some(name="my-own-rule"))],
     )
@@ -115,7 +134,7 @@ def test_names_may_have_hyphens() -> None:
         find_rows(
             group="",
             row_class=Drafting,
-            taken=set(),
+            taken={},
             draftings=(),
             entry_points=[Entry("any", drafts)],
         )[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,11 +23,14 @@ from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
 from lantern_bench.config.plan import ImageTask, Plan, make_plan
 from lantern_bench.config.settings import Overrides
 from lantern_bench.prompts.prompt import Prompt
-from lantern_bench.storage.records import record_key
+from lantern_bench.storage.records import line_of, record_key
 from lantern_bench.storage.run_directory import (
+    done_images,
     find_run,
+    planned_images,
     read_manifest,
     read_records,
+    read_run,
     run_folder,
 )
 from lantern_bench.storage.run_store import RunStore, check_folder
@@ -190,7 +194,7 @@ def test_resume_refuses_other_settings_but_not_more_images(tmp_path: Path) -> No
     more = experiment(images=4, metrics="speed")
     check_folder(tmp_path / "run", more)
     with RunStore.open(tmp_path / "run", more, KEY) as store:
-        assert len(to_do(store, make_plan(more, PROMPTS).tasks)) == 4 * 4 - 2
+        assert len(to_do(store, make_plan(more, PROMPTS).tasks)) == 3 * 4 - 2
 
 
 @pytest.mark.parametrize("name", ["file", "file/run"])
@@ -261,6 +265,112 @@ def test_runs_are_found_by_path_name_and_prefix(tmp_path: Path) -> None:
     assert "lanterns-aa11, lanterns-bb22" in str(caught.value.advice)
     with pytest.raises(UserError, match="no such run"):
         find_run("other")
+
+
+@pytest.mark.parametrize(
+    ("changes", "planned"),
+    [
+        ({"images": 2, "cells": [{}, {}]}, 4),
+        ({"images": 2, "cells": [{}, {}], "repeats": 3}, 12),
+        ({"images": 2, "cells": [{}], "batch": [1, 4]}, 4),
+        ({"images": 2, "cells": [{}], "batch": 4}, 2),
+        ({"cells": [{}, {}]}, 14),  # every prompt once
+        ({}, 0),
+    ],
+)
+def test_the_manifest_tells_how_many_images_a_run_has(
+    changes: dict[str, Any], planned: int
+) -> None:
+    manifest = {"experiment": {"repeats": 1, "batch": 1, **changes}, "prompts": {"prompts": 7}}
+    assert planned_images(manifest) == planned
+    assert planned_images(manifest | {"shard": {"images": 3}}) == 3
+
+
+def test_a_run_says_which_images_it_lacks(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fill(run, 3)
+    remark = read_run(run).incomplete
+    assert remark == "3 of 6 images. The command that started the run continues it."
+    fill(run, 1, status="failed")
+    assert str(read_run(run).incomplete).startswith("3 of 6 images, 1 failed. ")
+    fill(run)
+    assert read_run(run).incomplete is None
+    for name in ("records.jsonl", "scores.jsonl"):
+        with (run / name).open("ab") as file:
+            file.write(b'{"schema_version"')
+    lines = "the last line of {} is cut off and left out".format
+    both = "; ".join(map(lines, ("records.jsonl", "scores.jsonl")))
+    assert str(read_run(run).incomplete).startswith(f"{both}. ")
+
+
+def test_finished_images_are_read_again_when_only_the_content_changed(tmp_path: Path) -> None:
+    """Programs that copy files can keep size and times."""
+    run = tmp_path / "run"
+    fill(run)
+    path = run / "records.jsonl"
+    before = done_images(run)
+    state = path.stat()
+    lines = path.read_bytes().splitlines(keepends=True)
+    other = [line_of(json.loads(line) | {"status": "OK"}) for line in lines]
+    assert len(b"".join(other)) == state.st_size
+    path.write_bytes(b"".join(other))
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert path.stat().st_mtime_ns == state.st_mtime_ns
+    assert len(before) == len(PLAN.tasks)
+    assert done_images(run) == set()
+
+
+@pytest.mark.parametrize(
+    ("place", "files", "message", "advice"),
+    [
+        ("empty", [], "it is empty", "`lantern-bench sweep` wrote"),
+        ("copied", ["records.jsonl=x", "images/"], "it has images, records.jsonl", "cp ORIGINAL/"),
+        ("copied", ["speed.csv=x"], "it has speed.csv", "manifest.json copied"),
+        ("begun", ["records.jsonl=", ".lock="], "it has records.jsonl", "--out begun"),
+        ("run.merging", ["records.jsonl=x"], "it has records.jsonl", "merge again"),
+        ("many", [f"{n}.png=" for n in range(9)], "4.png, 5.png and 3 more", "sweep"),
+        ("all", ["b/manifest.json={}", "a/manifest.json={}"], "it has the runs a, b", "all/a"),
+        ("r/images", ["../manifest.json={}"], "is a part of a run", "Give the run: "),
+        ("r/records.jsonl", ["../manifest.json={}", "=x"], "is a part of a run", "Give the run: "),
+        ("a.png", ["=x"], "a.png: is a file, not a run", "Give the folder of a run."),
+    ],
+)
+def test_a_path_that_is_no_run_is_described(
+    *,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    files: list[str],
+    message: str,
+    advice: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "=x" not in files:
+        Path(place).mkdir(parents=True)
+    for file in files:
+        name, is_file, content = file.partition("=")
+        path = Path(place, name)
+        path.resolve().parent.mkdir(parents=True, exist_ok=True)
+        if is_file:
+            path.resolve().write_text(content)
+        else:
+            path.mkdir()
+    with pytest.raises(UserError) as caught:
+        find_run(place)
+    assert message in caught.value.message
+    assert advice in str(caught.value.advice)
+    if Path(place).is_dir():
+        with pytest.raises(UserError) as read:
+            read_manifest(Path(place))
+        assert read.value.message == caught.value.message
+
+
+def test_records_without_a_manifest_are_not_resumed(tmp_path: Path) -> None:
+    fill(tmp_path / "run")
+    (tmp_path / "run" / "manifest.json").unlink()
+    with pytest.raises(UserError, match="not a run directory, it has no") as caught:
+        check_folder(tmp_path / "run", EXPERIMENT)
+    assert "cp ORIGINAL/manifest.json" in str(caught.value.advice)
 
 
 @settings(

@@ -19,12 +19,12 @@ RECORDS = """schema_version, record_key, cell_id, mode, drafting, tree, rule, ne
 neighbour_metric, delta, lambda, strength, decay, cluster, probability_gap, code_gap,
 entropy_scale, epsilon, alpha, bound, residual, temperature, top_k, top_p, cfg_scale, seed_set,
 batch, model, prompt_id, prompt, prompt_source, repeat, seed, order_index, process, device,
-device_id, clock_mhz, clock_max_mhz, driver, status, error, tokens, target_forwards,
-drafter_forwards, start_per_step, committed_per_step, accepted_per_step, offered_depth_per_step,
-child_rank_per_step, mean_accepted_length, mal_uncut, step_compression, seconds, draft_seconds,
-target_seconds, verify_seconds, other_seconds, pixel_seconds, cpu_seconds, waited_seconds,
-involuntary_switches, steal_seconds, disturbed, attempts, peak_memory_bytes, neighbour_mass,
-neighbour_mass_tried, tokens_sha256, image_sha256, image, checksum"""
+device_id, clock_mhz, clock_max_mhz, driver, status, error, decoded_together,
+tokens, target_forwards, drafter_forwards, start_per_step, committed_per_step, accepted_per_step,
+offered_depth_per_step, child_rank_per_step, mean_accepted_length, mal_uncut, step_compression,
+seconds, draft_seconds, target_seconds, verify_seconds, other_seconds, pixel_seconds, cpu_seconds,
+waited_seconds, involuntary_switches, steal_seconds, disturbed, attempts, peak_memory_bytes,
+neighbour_mass, neighbour_mass_tried, tokens_sha256, image_sha256, image, checksum"""
 
 
 def test_records_have_the_columns_of_the_design_in_its_order() -> None:

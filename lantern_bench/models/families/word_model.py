@@ -22,7 +22,7 @@ from lantern_bench.models.networks.transformer_config import (
     read_number,
 )
 from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.hashes import fingerprint
+from lantern_bench.utils.files import fingerprint
 
 if TYPE_CHECKING:
     import torch
