@@ -126,7 +126,7 @@ def _weights(model: Model, part: dict[str, Any], console: Console) -> dict[str, 
     for remark in checkpoint.remarks:
         console.warn(remark)
     hashed["sha256"] = hash_of(checkpoint.paths)
-    hashed["published_file"] = hub.published_file(hashed["sha256"]) or "not known"
+    hashed["published_file"] = hub.published_files().get(hashed["sha256"], "not known")
     return hashed
 
 

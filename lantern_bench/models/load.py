@@ -16,6 +16,7 @@ from lantern_bench.devices.compute import Compute, choose_compute
 from lantern_bench.devices.machine import check_free, processor
 from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.models.checkpoints.checkpoint import count_numbers
+from lantern_bench.models.checkpoints.drafter_files import read_config
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.model import Model
 from lantern_bench.models.networks.packed_linear import pack_for_decoding
@@ -78,6 +79,9 @@ def load_model(
     missing = described.missing(drafter=False) if captions else []
     if missing:
         raise joined(missing)
+    drafter = described.files().get("drafter")
+    if drafter is not None and drafter.is_dir():
+        read_config(drafter)
     weights = bytes_of_weights(described, compute)
     check_free(
         subject=f"the weights of {described.name} in {compute.dtype_name}",

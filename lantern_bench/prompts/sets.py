@@ -9,7 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -88,12 +88,11 @@ def describe_prompts(source: str, model: PromptedModel, prompts: list[Prompt]) -
     """
     path = _parse(source, model, flag="").path
     ids = [prompt.id for prompt in prompts]
-    times = Counter(ids)
     return {
         "set": source,
         "file_sha256": file_sha256(path) if path is not None else None,
         "prompts": len(ids),
-        "repeated_texts": sum(count > 1 for count in times.values()),
+        "repeated_texts": sum(count > 1 for count in Counter(ids).values()),
         "ids_sha256": hashlib.sha256("\n".join(ids).encode()).hexdigest(),
     }
 
@@ -321,7 +320,7 @@ def _table_rows(rows: Iterable[_Fields], flag: str) -> Iterator[tuple[int, dict[
         location = f"{flag} line {number}"
         if not columns:
             columns = [field.strip().lower() for field in fields]
-            twice = [name for name, count in Counter(columns).items() if name and count > 1]
+            twice = [name for name in columns if name and columns.count(name) > 1]
             if twice:
                 raise UserError(f"{location}: the column {twice[0]} stands twice", "Rename one.")
             continue
@@ -331,8 +330,7 @@ def _table_rows(rows: Iterable[_Fields], flag: str) -> Iterator[tuple[int, dict[
                 f"{len(columns)})",
                 "Put text that contains the separator in quotes, in a .csv file.",
             )
-        missing = [""] * (len(columns) - len(fields))
-        yield number, dict(zip(columns, fields + missing, strict=True))
+        yield number, dict(zip_longest(columns, fields, fillvalue=""))
 
 
 def _parse_json(text: str, location: str) -> Any:

@@ -15,7 +15,7 @@ from lantern_bench.decoding.loop import drafter_and_rule
 from lantern_bench.devices import machine
 from lantern_bench.devices.compute import Compute
 from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
-from lantern_bench.models.checkpoints.hub import published_file
+from lantern_bench.models.checkpoints.hub import published_files
 from lantern_bench.models.load import load_to_decode
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.storage.run_directory import done_images
@@ -142,8 +142,8 @@ def prepare_models(
 
 def _published(weights: Mapping[str, str]) -> dict[str, str]:
     """Return the published files among weights by hash, by `model/part`."""
-    named = {part: published_file(digest) for part, digest in weights.items()}
-    return {part: file for part, file in named.items() if file is not None}
+    known = published_files()
+    return {part: known[digest] for part, digest in weights.items() if digest in known}
 
 
 def key_fields(

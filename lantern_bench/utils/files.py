@@ -238,8 +238,8 @@ WEIGHT_FILES = (
 
 
 def weights_in(folder: Path) -> list[str]:
-    """Return which of `WEIGHT_FILES` a folder has."""
-    return [name for name in WEIGHT_FILES if (folder / name).is_file()]
+    """Return which of `WEIGHT_FILES` a folder has, links to files that are gone included."""
+    return [name for name in WEIGHT_FILES if os.path.lexists(folder / name)]
 
 
 def fingerprint(path: Path) -> str:

@@ -244,6 +244,12 @@ def other_encoder() -> list[str]:
     return ["--model", write_model("t2i", text_encoder={"dir": folder})]
 
 
+def drafter_without_config() -> list[str]:
+    model = write_model("t2i")
+    Path("model/drafter/config.json").unlink()
+    return ["--model", model]
+
+
 def encoder_without_weights() -> list[str]:
     model = write_model("t2i")
     Path("model-t5/model.safetensors").unlink()
@@ -256,11 +262,12 @@ def encoder_without_weights() -> list[str]:
         MISSING["text encoder"],
         MISSING["text encoder's files"],
         (other_encoder, 2, "is another T5: its features have 16 numbers"),
+        (drafter_without_config, 2, "drafter/config.json: no such file"),
         (encoder_without_weights, 2, "is no whole T5 encoder: it has no weights"),
     ],
 )
 @pytest.mark.parametrize("command", [["sweep", "tiny.yaml", "--out", "run"], ["generate", "a cat"]])
-def test_a_text_encoder_is_checked_before_weights_are_read(
+def test_small_files_are_checked_before_weights_are_read(
     command: list[str],
     make: Callable[[], list[str]],
     code: int,

@@ -220,26 +220,31 @@ def _read(
     """Return the tensors of a file, and the arguments of the script that trained them."""
     head = _head(file)
     if file.suffix == ".safetensors" or head[8:9] == b"{":
-        if entry is not None:
-            raise UserError(
-                f"{file}: is a safetensors file, which has no entries such as {entry}",
-                "Leave out `weights`, or give the torch file.",
-            )
-        return _read_safetensors(file), {}
-    loaded = _unpickle(file, zipped=head.startswith(b"PK"))
-    read = _state_dict(file, loaded, entry, remarks=remarks)
+        loaded: Any = _read_safetensors(file)
+        found = {"": loaded}
+    else:
+        loaded = _unpickle(file, zipped=head.startswith(b"PK"))
+        found = _entries(file, loaded)
+    if entry is None:
+        entry = _entry_of(file, found, remarks)
+        remarks += _unnamed_averages(file, loaded, found)
+    elif entry not in found:
+        raise UserError(
+            f"{file}: weights: {entry}: the file has no such entry with weights",
+            f"Give one of {', '.join(filter(None, found))}." if any(found) else "Leave it out.",
+        )
+    wrong = {name: kind for name, kind in found[entry].items() if not isinstance(kind, Tensor)}
+    if wrong:
+        raise UserError(f"{file}: is no state dict: not a tensor: {_with_types(wrong)}")
     arguments = loaded.get("args")
     if isinstance(arguments, argparse.Namespace):
         arguments = vars(arguments)
-    return read, arguments if isinstance(arguments, Mapping) else {}
+    return found[entry], arguments if isinstance(arguments, Mapping) else {}
 
 
 def _open_folder(folder: Path, rename: Callable[[str], str], entry: str | None) -> Checkpoint:
     """Open the checkpoint of a folder. Raises `UserError` for two that differ."""
     names = weights_in(folder)
-    broken = [name for name in WEIGHT_FILES if (folder / name).is_symlink() and name not in names]
-    if broken:
-        raise no_such_file(folder / broken[0])
     if not names:
         usual = f"One of {', '.join(WEIGHT_FILES)} is needed."
         others = [path.name for path in sorted(folder.iterdir()) if path.suffix in _ENDINGS]
@@ -389,41 +394,23 @@ def _unpickle(path: Path, *, zipped: bool) -> Any:
         ) from error
 
 
-def _state_dict(
-    path: Path, loaded: Any, entry: str | None, *, remarks: list[str]
-) -> Mapping[str, Tensor]:
-    """Return the state dict in the content of a file.
-
-    Args:
-        path: The file.
-        loaded: Its content.
-        entry: The entry to take, or None.
-        remarks: Receives which of several state dicts is taken.
-    """
+def _entries(path: Path, loaded: Any) -> dict[str, dict[str, Any]]:
+    """Return the state dicts in the content of a file. Raises `UserError` without any."""
     if not isinstance(loaded, Mapping):
         raise UserError(f"{path}: holds a {type(loaded).__name__}, not tensors by name")
     found = dict(_state_dicts(loaded))
     if not found:
-        content = _entries(loaded) or "nothing"
+        content = _with_types(loaded) or "nothing"
         raise UserError(f"{path}: holds {content}, not tensors by name")
-    if entry is None:
-        entry = _entry_of(path, found, remarks)
-        remarks += [
-            f"{path}: its averaged weights have no names and are not read: {name}"
-            for name, value in loaded.items()
-            if isinstance(value, Mapping | list)
-            and _AVERAGED.search(str(name))
-            and not any(other.startswith(name) for other in found)
-        ]
-    elif entry not in found:
-        raise UserError(
-            f"{path}: weights: {entry}: the file has no such entry with weights",
-            f"Give one of {', '.join(filter(None, found))}." if any(found) else "Leave it out.",
-        )
-    wrong = {name: kind for name, kind in found[entry].items() if not isinstance(kind, Tensor)}
-    if wrong:
-        raise UserError(f"{path}: is no state dict: not a tensor: {_entries(wrong)}")
-    return found[entry]
+    return found
+
+
+def _unnamed_averages(path: Path, loaded: Mapping[Any, Any], found: Iterable[str]) -> Iterator[str]:
+    """Yield a remark on each entry with averaged weights that are a list."""
+    for name, value in loaded.items():
+        is_read = any(entry.startswith(str(name)) for entry in found)
+        if isinstance(value, Mapping | list) and _AVERAGED.search(str(name)) and not is_read:
+            yield f"{path}: its averaged weights have no names and are not read: {name}"
 
 
 def _state_dicts(
@@ -452,30 +439,28 @@ def _is_weight(name: str, value: object) -> bool:
 
 def _entry_of(path: Path, found: Mapping[str, Any], remarks: list[str]) -> str:
     """Return the entry that is taken where none is asked for."""
-    averaged = [entry for entry in found if _AVERAGED.search(entry)]
-    plain = [entry for entry in found if entry not in averaged]
+    plain = [entry for entry in found if _AVERAGED.search(entry) is None]
     usual = [entry for entry in plain if entry.rpartition(".")[2] in _CONTAINERS]
     names = " and ".join(entry or "the file itself" for entry in found)
-    if len(found) == 1:
-        if averaged:
-            remarks.append(f"{path}: {_IS_AVERAGED} ({names})")
-        return next(iter(found))
     if plain and all(_are_equal(found[plain[0]], found[entry]) for entry in plain):
         plain = plain[:1]
-    for entries in (plain, usual):
-        if len(entries) == 1:
-            taken = entries[0] or "the file itself"
-            remarks.append(
-                f"{path}: holds weights in {names}; those of {taken} are taken, and `weights: "
-                f"ENTRY` beside `checkpoint` in a model file chooses others"
-            )
-            return entries[0]
-    raise UserError(
-        f"{path}: holds weights in {names}",
-        "Say which: `weights: ENTRY` beside `checkpoint` in a model file.",
-    )
+    alone = [entries[0] for entries in (list(found), plain, usual) if len(entries) == 1]
+    if not alone:
+        raise UserError(
+            f"{path}: holds weights in {names}",
+            "Say which: `weights: ENTRY` beside `checkpoint` in a model file.",
+        )
+    if len(found) > 1:
+        taken = alone[0] or "the file itself"
+        remarks.append(
+            f"{path}: holds weights in {names}; those of {taken} are taken, and `weights: ENTRY` "
+            "beside `checkpoint` in a model file chooses others"
+        )
+    elif not plain:
+        remarks.append(f"{path}: {_IS_AVERAGED} ({names})")
+    return alone[0]
 
 
-def _entries(loaded: Mapping[Any, Any]) -> str:
+def _with_types(loaded: Mapping[Any, Any]) -> str:
     """The first entries of a file with their types, for errors."""
     return ", ".join(f"{name} ({type(loaded[name]).__name__})" for name in list(loaded)[:8])

@@ -60,6 +60,20 @@ def give_drafter(model: LoadedModel, described: Model) -> None:
     model.weights = {**model.weights, "drafter": digest}
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of a drafter's config.json. Raises `UserError` for a folder without."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(
+            f"{path}: no such file",
+            "A published drafter is a folder with config.json and its weights.",
+        )
+    stated = read_json(path)
+    if not isinstance(stated, dict):
+        raise UserError(f"{path}: must hold a JSON object")
+    return stated
+
+
 def load_drafter(
     folder: Path,
     target: CachedTarget,
@@ -77,15 +91,7 @@ def load_drafter(
     Raises:
         UserError: The folder has no drafter, or one that does not fit the target.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(
-            f"{path}: no such file",
-            "A published drafter is a folder with config.json and its weights.",
-        )
-    stated = read_json(path)
-    if not isinstance(stated, dict):
-        raise UserError(f"{path}: must hold a JSON object")
+    stated = read_config(folder)
     config = drafter_config(stated, target.drafter_config, folder)
     if checkpoint is None:
         checkpoint = open_checkpoint(folder)

@@ -7,6 +7,7 @@ nothing here hashes or records a file.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -203,14 +204,11 @@ def find_weights(scorer: str, *file_names: str) -> list[Path]:
     """
     torch_home = Path(os.environ.get("TORCH_HOME") or user_cache() / "torch")
     cache = torch_home.expanduser() / "hub" / "checkpoints"
-    folders = (weights_folder() or cache, cache)
-    found = []
-    missing = []
-    for name in file_names:
-        paths = [folder / name for folder in folders if (folder / name).is_file()]
-        found += paths[:1]
-        if not paths:
-            missing.append(name)
+    found = {}
+    for name, folder in itertools.product(file_names, (cache, weights_folder() or cache)):
+        if (folder / name).is_file():
+            found[name] = folder / name
+    missing = [name for name in file_names if name not in found]
     if missing:
         raise RefusedError(
             f"the weights of {scorer} are not on this machine: neither the folder that "
@@ -218,7 +216,7 @@ def find_weights(scorer: str, *file_names: str) -> list[Path]:
             "downloads nothing)",
             f"Put {listed(missing)} there; docs/troubleshooting.md has the addresses.",
         )
-    return found
+    return list(found.values())
 
 
 Part: TypeAlias = tuple[Source, ...]
@@ -250,18 +248,13 @@ def expected_path(part: Part) -> Path:
     return local_path(part) or download
 
 
-def published_file(sha256: str) -> str | None:
-    """Return the published file that has a hash, as repository and file.
+@functools.cache
+def published_files() -> dict[str, str]:
+    """Return the published files that are known, as repository and file, by their hashes.
 
     Known are the files that the hub has delivered to this machine: its cache names them by their
     hashes, and a folder of weights keeps the hash beside each file.
     """
-    return _published_files().get(sha256)
-
-
-@functools.cache
-def _published_files() -> dict[str, str]:
-    """Return the published files on this machine by their hashes."""
     known: dict[str, str] = {}
     # The cache: links to files that are named by their hashes.
     for link in _hub_cache().glob("models--*/snapshots/*/**/*"):

@@ -36,7 +36,7 @@ def check_encoder(folder: Path, width: int) -> None:
             f"{width}",
             "The published models take google/flan-t5-xl.",
         )
-    if not weights_in(folder):
+    if not any((folder / name).is_file() for name in weights_in(folder)):
         raise UserError(
             f"{folder}: is no whole T5 encoder: it has no weights",
             f"One of {', '.join(WEIGHT_FILES)} is needed.",

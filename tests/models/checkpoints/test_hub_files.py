@@ -416,8 +416,8 @@ def test_files_of_the_hub_are_known_by_their_hashes(
     notes = tmp_path / "weights" / repo / ".cache/huggingface/download"
     notes.mkdir(parents=True)
     (notes / "pytorch_model.bin.metadata").write_text("commit\ndef\n1.0\n")
-    hub._published_files.cache_clear()
-    assert hub.published_file("abc") == f"{repo}/t2i_XL_stage2_512.pt"
-    assert hub.published_file("def") == f"{repo}/pytorch_model.bin"
-    assert hub.published_file("0") is None
-    hub._published_files.cache_clear()
+    hub.published_files.cache_clear()
+    assert hub.published_files()["abc"] == f"{repo}/t2i_XL_stage2_512.pt"
+    assert hub.published_files()["def"] == f"{repo}/pytorch_model.bin"
+    assert "0" not in hub.published_files()
+    hub.published_files.cache_clear()
