@@ -2,7 +2,8 @@
 within milliseconds.
 
 `FAMILY` is installed beside the experiment, so that worker processes find it too. Environment
-variables make it fail, and a file `die` with a caption ends the process that decodes it.
+variables make it fail, and a file `die` with a caption ends the process that decodes it. A file
+`stop` stops the process in the next image.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import torch
 from tests.helpers.tiny_model import TinyModel, TinyTarget
 
 DIE = Path(__file__).with_name("die")
+STOP = Path(__file__).with_name("stop")
 
 
 class Target(TinyTarget):
@@ -43,6 +45,15 @@ class Target(TinyTarget):
             torch.empty(1 << 60)  # more memory than there is
         session = super().session(batch, guided=guided, nodes=nodes)
         session.table.cond = self.cond.clone()
+        plain = session.prefill
+
+        def prefill(condition, features=None):
+            if STOP.exists():
+                STOP.unlink()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return plain(condition, features)
+
+        session.prefill = prefill
         return session
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from lantern_bench.storage.run_directory import read_manifest
+from lantern_bench.storage.run_directory import read_manifest, read_records
 from lantern_bench.utils import signals
 from tests.faults.child import IMAGES
 from tests.faults.conftest import SWEEP, Bench, Command, Outcome
@@ -115,6 +115,33 @@ def test_a_worker_ends_with_its_parent(
     assert bench.sweep("run")[0] == 0
     assert bench.tokens("run") == expected
     outcome("the worker stops at its next step and leaves the run directory free")
+
+
+@pytest.mark.parametrize("metrics", ["speed", "distance"])
+def test_a_stop(bench: Bench, expected: dict[str, str], outcome: Outcome, metrics: str) -> None:
+    """SIGSTOP in the middle of an image, and SIGCONT after 3 seconds"""
+    command = bench.start([*SWEEP, "run", "--metrics", metrics], **SLOW)
+    command.until(lambda: bench.lines("run") >= 2)
+    (bench.folder / "stop").touch()
+    process = psutil.Process(command.pid)
+    command.until(lambda: process.status() == psutil.STATUS_STOPPED)
+    threading.Event().wait(3.0)
+    process.send_signal(signal.SIGCONT)
+    assert command.end() == 0, command.output
+    assert bench.tokens("run") == expected
+    (session,) = read_manifest(bench.folder / "run")["sessions"]
+    assert session["first_seconds"] >= 3.0
+    records = read_records(bench.folder / "run")
+    (stopped,) = [row for row in records if row["seconds"] >= 3.0] or [None]
+    if metrics == "speed":
+        assert stopped is None
+        assert max(row["attempts"] for row in records) >= 2
+        outcome("decoded again, to the same tokens; its seconds are without the stop")
+    else:
+        assert stopped is not None
+        assert stopped["disturbed"]
+        assert stopped["attempts"] == 1
+        outcome("without the metric speed: marked as disturbed")
 
 
 def test_worker_timeout_must_be_positive(bench: Bench) -> None:
