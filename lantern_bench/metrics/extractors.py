@@ -419,6 +419,11 @@ def _impossible(
 
 
 def _of_files(name: str, paths: Sequence[Path]) -> PictureReference:
-    hashes = sorted(files.file_sha256(path) for path in paths)
+    try:
+        hashes = sorted(files.file_sha256(path) for path in paths)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename}: cannot be read: {error.strerror}", "Remove it, or make it again."
+        ) from error
     digest = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
     return PictureReference(f"{name}, n={len(paths)}, sha256={digest[:8]}", paths, digest)

@@ -221,7 +221,8 @@ class CheckpointModel(Model):
         if target is None or not (target.is_dir() or target.suffix == ".safetensors"):
             return {}
         path = (target if target.is_dir() else target.parent) / "config.json"
-        stated = read_json(path) if path.is_file() else {}
+        # A link to a file that is gone is no folder without a config.
+        stated = read_json(path) if path.exists() or path.is_symlink() else {}
         return stated if isinstance(stated, dict) else {}
 
     def error_at(self, key: str, text: str, advice: str | None = None) -> UserError:

@@ -167,6 +167,11 @@ def cannot_write(path: Path, error: OSError | None = None, *, flag: str = "") ->
 # ---- Reading
 
 
+_PACKED = {
+    "a gzip file": b"\x1f\x8b",
+    "a ZIP archive, as .xlsx files are": b"PK\3\4",
+    "a Parquet file": b"PAR1",
+}
 _MARKS = {
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
@@ -183,10 +188,14 @@ def read_text(path: Path, name: str = "") -> str:
         name: The file in messages, by default its path.
 
     Raises:
-        UserError: The file is not in UTF-8. The advice converts it.
+        UserError: The file is packed, or not in UTF-8. The advice converts it.
         OSError: The file cannot be read.
     """
     content = path.read_bytes()
+    for kind, mark in _PACKED.items():
+        if content.startswith(mark):
+            raise UserError(f"{name or path}: is {kind}, not text", "Unpack or export it first.")
+
     encoding = next((word for word, marks in _MARKS.items() if content.startswith(marks)), "")
     # Without a mark, every second byte of English text in UTF-16 is 0.
     if not encoding and content[:1000].count(0) > len(content[:1000]) // 4:

@@ -205,6 +205,12 @@ def test_folder_reference_reads_pictures_by_name(tmp_path: Path) -> None:
     assert f"{tmp_path.name}, n=2, sha256=" in reference.label
 
 
+def test_a_link_to_a_picture_that_is_gone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.png").symlink_to("gone.png")
+    with pytest.raises(UserError, match=r"a\.png: cannot be read: No such file"):
+        extractors.folder_reference(tmp_path)
+
+
 def test_pictures_in_subfolders_belong_to_a_reference(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     names = ("set/n01/a.JPEG", "set/n02/a.JPEG", "set/n02/deep/b.bmp", "elsewhere/c.png")

@@ -181,6 +181,9 @@ def test_files_of_all_kinds(tmp_path, column):
     ("source", "content", "wrong"),
     [
         ("a.txt", b"\n \n", "contains no prompt"),
+        ("a.jsonl", b"\x1f\x8b\x08\0\0\0", "is a gzip file, not text"),
+        ("a.csv", b"PK\3\4\x14\0", "is a ZIP archive, as .xlsx files are, not text"),
+        ("a.txt", b"PAR1\x15\x04", "is a Parquet file, not text"),
         ("a.txt", "one\ntwo\n".encode("utf-16"), "line 1: the file is in UTF-16, not"),
         ("a.csv", "id,prompt\n1,two\n".encode("utf-16-le"), "line 1: the file is in UTF-16LE, not"),
         ("coco:a", "{}".encode("utf-32"), "line 1: the file is in UTF-32, not"),

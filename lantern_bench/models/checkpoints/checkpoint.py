@@ -247,9 +247,11 @@ def _open_folder(folder: Path, rename: Callable[[str], str], entry: str | None) 
     names = weights_in(folder)
     if not names:
         usual = f"One of {', '.join(WEIGHT_FILES)} is needed."
-        others = [path.name for path in sorted(folder.iterdir()) if path.suffix in _ENDINGS]
+        found = sorted(path.name for path in folder.iterdir())
+        others = [name for name in found if Path(name).suffix in _ENDINGS]
         if not others:
-            raise UserError(f"{folder}: holds no weights", usual)
+            listed = ", ".join(found[:5]) or "nothing"
+            raise UserError(f"{folder}: holds no weights; it has {listed}", usual)
         raise UserError(
             f"{folder}: holds no weights of a usual name: it has {', '.join(others[:5])}",
             f"{usual} Rename the file, or give its own path where a model file says checkpoint.",

@@ -121,7 +121,7 @@ _CHANGES = re.compile(
     r"rope|rotary|alibi|position_(embedding|encoding)_|sliding|window|chunk|softcap|logits?_scal"
     r"|scal(e|ing)|multiplier|expert|moe|router|norm|(^|_)act(ivation)?(_|$)|gelu|bias|head_dim"
     r"|layer_types|attn_|attention_|residual|parallel|quant|lora|adapter|mlp_|ffn_|kv_|query_"
-    r"|mamba|ssm|conv_|mup|prun"
+    r"|mamba|ssm|conv_|mup|prun|clip|spars|multi_query|embed_proj|nope"
 )
 # Those that change nothing in a trained transformer of this package.
 _HARMLESS = re.compile(

@@ -309,7 +309,8 @@ def test_file_without_tensors_is_refused(content: Any, message: str, tmp_path: P
 def test_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         open_checkpoint(tmp_path / "none.pt")
-    with pytest.raises(UserError, match="holds no weights"):
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(UserError, match=r"holds no weights; it has model\.gguf"):
         open_checkpoint(tmp_path)
 
 

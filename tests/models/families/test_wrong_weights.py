@@ -116,6 +116,7 @@ def test_a_tied_config_with_another_head_is_refused(tmp_path: Path) -> None:
         ({"embedding_multiplier": 12}, "text_config.embedding_multiplier: is 12"),
         ({"use_qk_norm": True}, "text_config.use_qk_norm: is True"),
         ({"num_local_experts": 8}, "text_config.num_local_experts: is 8"),
+        ({"clip_qkv": 8.0}, "text_config.clip_qkv: is 8.0"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "text_config.layer_types: is"),
         ({"head_dim": 16}, "text_config.head_dim: is 16"),
     ],
@@ -186,6 +187,14 @@ def test_emu3_of_single_frames_is_loaded(tmp_path: Path) -> None:
     model: Any = load(write(tmp_path, "emu3", shape=tiny.Shape(frames=1)))
     assert model.pixels.model.config.frames == 1
     assert model.draw(torch.zeros(1, model.target.image_tokens, dtype=torch.int64)).any()
+
+
+def test_a_config_whose_link_is_broken_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, "emu3")
+    (tmp_path / "weights" / "config.json").unlink()
+    (tmp_path / "weights" / "config.json").symlink_to("gone")
+    with pytest.raises(UserError, match=r"config\.json: cannot be read as JSON: .* No such file"):
+        load(path)
 
 
 def test_emu3_in_its_authors_layout_is_named(tmp_path: Path) -> None:
