@@ -15,8 +15,11 @@ DEV   := $(VENV)/.installed-dev
 ARGS  ?=
 # Test processes; each of them computes on one thread.
 WORKERS ?= logical
+# Interpreters of `make test-lowest`, and the tests that it runs.
+PYTHONS ?= python3.11 python3.12 python3.13
+QUICK   := $(addprefix tests/,config devices methods metrics models/checkpoints models/families prompts storage utils)
 
-.PHONY: help sweep test check lint test-long reliability predict-here compare-plain aa bench-load ray-overhead screenshots \
+.PHONY: help sweep test check lint test-long test-lowest $(PYTHONS) reliability predict-here compare-plain aa bench-load ray-overhead screenshots \
   constraints wheel docs clean
 
 help: ## list the targets
@@ -42,6 +45,23 @@ lint: $(DEV) ## ruff, mypy, import contracts
 
 test-long: check ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 -m long $(ARGS)
+
+test-lowest: $(PYTHONS) ## the lowest versions of pyproject.toml, on each Python present: doctor, a small sweep, quick tests
+
+# In an environment apart. The constraints are the floors themselves: one that cannot be installed is an error.
+$(PYTHONS): build/lowest.txt
+	@"$@" -c '' 2>/dev/null || { echo "$@: not present"; exit 0; }; \
+	name=build/lowest-$$("$@" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); bin=$$name/bin; set -x; \
+	"$@" -m venv "$$name"; \
+	$$bin/python -m pip install --disable-pip-version-check --quiet uv; \
+	$$bin/uv pip install --quiet --python $$bin/python -c $< -e '.[hf]' hypothesis pytest pytest-timeout pytest-xdist; \
+	$$bin/lantern-bench doctor; \
+	$$bin/lantern-bench sweep --images 2 --no-resume --out "$$name/run"; \
+	OMP_NUM_THREADS=1 $$bin/python -m pytest -n $(WORKERS) --dist worksteal $(QUICK) $(ARGS)
+
+build/lowest.txt: pyproject.toml
+	mkdir -p build
+	sed -nE 's/^ +"([a-zA-Z0-9_-]+)>=([0-9.]+)".*/\1==\2/p' $< | sort -u > $@
 
 reliability: check ## run the fault tests and write their outcomes to tests/faults/README.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.docs.reliability

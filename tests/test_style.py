@@ -8,6 +8,7 @@ statements have 6, so that nothing is gained by squeezing. The bounds below shou
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -21,7 +22,7 @@ CODE = ("lantern_bench", "tests", "scripts")
 
 # A change that adds more than it removes raises this bound, and its message says what for. The
 # fourth edition had 97,684 units.
-MOST_UNITS = 107_371
+MOST_UNITS = 107_525
 MOST_UNITS_PER_STATEMENT = 6.5
 MOST_MEAN_LINE = 48.0
 MOST_TUPLES_PER_1000_STATEMENTS = 3.0
@@ -226,3 +227,44 @@ def test_functions_of_three_parameters_explain_them() -> None:
             if len(parameters(function)) >= 3 and "Args:" not in docstring:
                 missing.append(f"{path.relative_to(ROOT)}: {function.name}")
     assert missing == []
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """The private names of libraries that a module needs: an import in a `try` has a fallback."""
+    libraries = set()
+    guarded = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            libraries |= {(name.asname or name.name).split(".")[0] for name in node.names}
+        if isinstance(node, ast.Try):
+            guarded |= set(node.body)
+    for node in ast.walk(tree):
+        dotted: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node not in guarded:
+            dotted = [f"{node.module}.{name.name}" for name in node.names]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in libraries:
+            dotted = [ast.unparse(node)]
+        for name in dotted:
+            if re.fullmatch(r"[\w.]+\._[a-z][\w.]*", name):
+                yield name
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import torch\ntorch._check(True)", ["torch._check"]),
+        ("import numpy as np\nnp._core.x", ["np._core.x", "np._core"]),
+        ("from torch._dynamo import exc", ["torch._dynamo.exc"]),
+        ("try:\n    from torch._dynamo import exc\nexcept ImportError:\n    pass", []),
+        ("import torch\ngetattr(torch, '_check', bool)\nself._x.y", []),
+    ],
+)
+def test_a_private_name_of_a_library_is_found(code: str, found: list[str]) -> None:
+    assert list(private_names(ast.parse(code))) == found
+
+
+def test_private_names_of_libraries_have_fallbacks() -> None:
+    found = []
+    for path, tree in syntax_trees("lantern_bench").items():
+        found += [f"{path.relative_to(ROOT)}: {name}" for name in private_names(tree)]
+    assert found == []

@@ -355,16 +355,13 @@ def _compiler(device: torch.device) -> Iterator[Finding]:
     needed = "a C++ compiler (Debian: apt install g++)"
     if device.type == "cuda":
         needed = "the Triton of this torch with a C compiler (gcc)"
-    fix = (
-        f"Install torch 2.10 or newer and {needed}. "
-        "Decoding is slower without; or pass --no-compile."
-    )
+    fix = f"Install {needed}. Decoding is slower without; or pass --no-compile."
     yield _warned("compiler", problem or trial, fix=fix, is_fine=problem is None)
     if device.type == "cpu":
         is_built = build_kernels()
         yield _warned(
             "kernels",
-            "built" if is_built else "not built: they need a C++ compiler, AVX2 and torch 2.10",
+            "built" if is_built else "not built: they need a C++ compiler and AVX2",
             fix="Compiled decoding uses torch's instead, more slowly.",
             is_fine=is_built,
         )

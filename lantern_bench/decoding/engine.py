@@ -74,6 +74,15 @@ def _without_guards(function: Callable[..., T], device: torch.device, backend: A
     return torch.compile(function, backend=backend, dynamic=False, fullgraph=True, options=options)
 
 
+def _compiler_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of a compiler before anything has run; none if torch does not tell."""
+    try:
+        from torch._dynamo.exc import TorchDynamoException
+    except ImportError:
+        return ()
+    return (TorchDynamoException,)
+
+
 def touch_while_tracing(tensors: Sequence[Tensor]) -> None:
     """Touch the weights while tracing, so that calls read them from one tuple.
 
@@ -200,8 +209,6 @@ class GraphedProgram:
 
     def _warm_up(self, arguments: tuple[Tensor, ...]) -> Any:
         """Copy the arguments, and run on a side stream, as CUDA graph capture requires."""
-        from torch._dynamo.exc import TorchDynamoException
-
         copies = tuple(
             argument.clone(memory_format=torch.contiguous_format) for argument in arguments
         )
@@ -210,7 +217,7 @@ class GraphedProgram:
         with torch.cuda.stream(stream):
             try:
                 result = self._run(*copies)
-            except TorchDynamoException as error:
+            except _compiler_errors() as error:
                 # The compiler fails before anything has run, so no state has changed.
                 self._fallbacks.note("compiling", "uncompiled", error)
                 self._run = self._plain
@@ -317,8 +324,10 @@ def tensors_of(model: object) -> tuple[Tensor, ...]:
         return ()
     tensors: dict[int, Tensor] = {}
     for module in model.modules():
-        for values in (module._parameters, module._buffers, vars(module)):
-            tensors |= {id(value): value for value in values.values() if isinstance(value, Tensor)}
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        for value in (*own, *vars(module).values()):
+            if isinstance(value, Tensor):
+                tensors[id(value)] = value
     return tuple(tensors.values())
 
 

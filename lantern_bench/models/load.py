@@ -218,8 +218,7 @@ def compile_models(models: Iterable[LoadedModel], compute: Compute) -> Note | No
     if problem is not None:
         return Note(
             f"decoding is not compiled: {problem}",
-            "Decoding is slower without. Install torch 2.10 or newer and a C++ compiler, or pass "
-            "--no-compile.",
+            "Decoding is slower without. Install a C++ compiler, or pass --no-compile.",
             "warning",
         )
     for model, folder in zip(compiled, folders, strict=True):

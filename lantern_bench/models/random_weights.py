@@ -18,6 +18,7 @@ from lantern_bench.models.networks.target import (
     Prompts,
     TransformerTarget,
 )
+from lantern_bench.models.networks.transformer import in_dtype
 from lantern_bench.models.networks.transformer_config import MOST, TransformerConfig
 from lantern_bench.models.registry import model_of
 from lantern_bench.utils.errors import UserError
@@ -51,7 +52,7 @@ def sizes_of(
     for name, network in cached.items():
         if isinstance(network, nn.Module):
             with torch.device("meta"):
-                session = network.to(dtype).session(batch, guided=guided, nodes=nodes)
+                session = in_dtype(network, dtype).session(batch, guided=guided, nodes=nodes)
             sizes.append(Size(f"{name}'s cache", 0, dtype, session.cache.nbytes))
     return sizes
 
@@ -115,7 +116,13 @@ def _fill_at_random(
     modules = _modules(model, dtype)
     check_free(model.name, sum(size.bytes for size, _ in modules), device)
     for size, module in modules:
-        module.to(size.dtype).to_empty(device=device)
+        in_dtype(module, size.dtype)
+        empty = {
+            name: torch.empty_like(tensor, device=device)
+            for name, tensor in module.state_dict().items()
+        }
+        module.load_state_dict(empty, assign=True)
+        module.to(device)  # its tables
         for name, parameter in module.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()

@@ -26,6 +26,7 @@ from lantern_bench.models.networks.target import (
     prompt_rows,
     visible_rows,
 )
+from lantern_bench.models.networks.transformer import in_dtype
 from lantern_bench.training.recipe import DrafterRecipe
 from lantern_bench.training.trainer import SINGLE, Processes, Task
 
@@ -167,7 +168,7 @@ def unroll(
 def drafter_like(drafter: EagleDrafter, dtype: torch.dtype) -> EagleDrafter:
     """Return a copy of a drafter that shares only the head; float32 is for training."""
     head = drafter.head
-    copied = copy.deepcopy(drafter, {id(head): head}).to(dtype)
+    copied = in_dtype(copy.deepcopy(drafter, {id(head): head}), dtype)
     copied.requires_grad_(requires_grad=True)
     copied.embed_tokens.requires_grad_(requires_grad=False)
     return copied

@@ -159,6 +159,21 @@ def test_failed_compilation_runs_uncompiled_and_warns_once(cuda: Any) -> None:
     assert state.captures == 0
 
 
+def test_without_torchs_own_error_a_failed_compilation_is_raised(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name is private; another torch may lack it."""
+    cuda()
+    monkeypatch.delattr("torch._dynamo.exc.TorchDynamoException")
+    broken, whole = (
+        GraphedProgram(compiled=run, plain=double, device=DEVICE, fallbacks=Fallbacks())
+        for run in (failing(InternalTorchDynamoError("no")), double)
+    )
+    with pytest.raises(InternalTorchDynamoError):
+        results(broken, 1)
+    assert results(whole, 1) == [0.0]
+
+
 def test_lack_of_memory_is_no_reason_to_fall_back(cuda: Any) -> None:
     """What has run may have changed state: the image fails, and the next one starts again with a
     warm-up.

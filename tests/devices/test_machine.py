@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lantern_bench.devices import machine
+from lantern_bench.devices.compute import has_bfloat16
 
 
 def test_machine_block_is_complete_and_json() -> None:
@@ -29,6 +30,15 @@ def test_machine_block_has_no_host_and_no_path() -> None:
     assert str(Path(machine.__file__).parent) not in text
     assert "host" not in machine.machine_block()
     assert socket.gethostname() not in text
+
+
+def test_a_torch_that_names_no_instructions_has_no_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The names are private; another torch may lack them."""
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.delattr(torch.cpu, name, raising=False)
+    assert not has_bfloat16(torch.device("cpu"))
 
 
 def test_git_state_is_the_commit() -> None:

@@ -10,6 +10,9 @@ from lantern_bench.models.networks.transformer_config import TransformerConfig
 # The columns in use grow in blocks of 32, so that kernels are made for fewer shapes.
 _BLOCK = 32
 
+# States a fact for the compiler. A torch without it compiles fewer programs.
+_promise = getattr(torch, "_check", bool)
+
 
 class KVCache:
     """Keys and values [layers, 2, rows, heads, capacity, head_dim] of B images.
@@ -130,8 +133,8 @@ class KVCache:
         blocks = (self.lengths.max() + uncommitted + _BLOCK - 1) // _BLOCK
         used = int((blocks * _BLOCK).clamp_max(self.capacity))
         # Bounds for the compiler, whose programs take any number of columns.
-        torch._check(used > 1)
-        torch._check(used <= self.capacity)
+        _promise(used > 1)
+        _promise(used <= self.capacity)
         return used
 
     def advance(self, counts: Tensor) -> None:

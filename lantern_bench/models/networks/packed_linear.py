@@ -50,7 +50,7 @@ def _attention_shape(
 def build_kernels() -> bool:
     """Build `kernels.cpp` with inductor's compiler into inductor's cache, and load it.
 
-    The kernels need AVX2, and a torch with the headers of its stable interface (2.10).
+    The kernels need AVX2, and the headers of torch's stable interface.
 
     Returns:
         Whether the kernels can be used.
@@ -64,14 +64,15 @@ def build_kernels() -> bool:
         CppCodeCache.load(
             (Path(__file__).parent / "kernels.cpp").read_text(encoding="utf-8"), extra_flags=flags
         )
-    except (ImportError, OSError, RuntimeError):
-        return False
+    except (ImportError, AttributeError, TypeError, OSError, RuntimeError):
+        return False  # an inductor without this interface, or no compiler
     return True
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this machine has kernels for packed weights of this type."""
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    is_fast = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)
+    if dtype == torch.bfloat16 and not is_fast():
         return False
     return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and build_kernels()
 
@@ -108,7 +109,7 @@ class PackedLinear(nn.Module):
 
 def _multiplies_pairs() -> bool:
     """Whether `kernels.cpp` multiplies pairs of bfloat16 numbers here."""
-    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)  # from torch 2.7 on
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and bool(supported())
 
 

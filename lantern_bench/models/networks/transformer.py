@@ -8,7 +8,7 @@ section 2.2) and the other families differ.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,7 @@ def rotary_table(config: TransformerConfig) -> Tensor:
 class Table(nn.Module):
     """A tensor that no checkpoint holds.
 
-    It has values on the meta device too, and keeps its type when the module is moved.
+    It has values on the meta device too, and `in_dtype` keeps its type.
     """
 
     values: Tensor
@@ -77,10 +77,6 @@ class Table(nn.Module):
     def at(self, positions: Tensor) -> Tensor:
         """Return the rows at `positions`. Positions beyond the end get the last row."""
         return self.values[positions.clamp_max(len(self.values) - 1)]
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: ARG002
-        self.values = self.values.to(fn(self.values).device)
-        return self
 
 
 def rotate(x: Tensor, factors: Tensor, *, interleaved: bool) -> Tensor:
@@ -299,22 +295,34 @@ class TokenEmbedding(nn.Embedding):
 
 
 class Head(nn.Linear):
-    """Features to logits. Moving a model to another type keeps the type of its head.
-
-    The head of the bundled model is float32. In bfloat16 its logits, by which tokens are sampled,
-    would be off by 0.03.
-    """
+    """Features to logits, in the type of the head."""
 
     def forward(self, features: Tensor) -> Tensor:
         """Map features [..., dim] of any type to logits [..., V] of the head's type."""
         return super().forward(features.to(self.weight.dtype))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        def in_own_type(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        return super()._apply(in_own_type, recurse)
+M = TypeVar("M", bound=nn.Module)
+
+
+def in_dtype(module: M, dtype: torch.dtype) -> M:
+    """Convert a module's weights in place, except its head and its tables.
+
+    The head of the bundled model is float32. In bfloat16 its logits, by which tokens are sampled,
+    would be off by 0.03.
+
+    Returns:
+        The module.
+    """
+    for part in module.modules():
+        if isinstance(part, Head | Table):
+            continue
+        for parameter in part.parameters(recurse=False):
+            parameter.data = parameter.data.to(dtype)
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            if buffer.is_floating_point():
+                setattr(part, name, buffer.to(dtype))
+    return module
 
 
 # ---- Decoder

@@ -27,6 +27,7 @@ from lantern_bench.models.families.lanterns.description import (
     words,
 )
 from lantern_bench.models.networks.target import Condition, TransformerTarget, WordCaption
+from lantern_bench.models.networks.transformer import in_dtype
 from lantern_bench.models.networks.vq import VQConfig, VQModel
 from lantern_bench.utils.errors import RefusedError
 
@@ -90,7 +91,7 @@ def load_part(
         ignored=r".*\.num_batches_tracked$",
         wanted=f"the {part} of lanterns",
     )
-    return module.to(dtype)
+    return in_dtype(module, dtype)
 
 
 def load_tokenizer(folder: Path = WEIGHTS_FOLDER, device: torch.device | str = "cpu") -> VQModel:
