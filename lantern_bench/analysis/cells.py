@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lantern_bench.methods.catalog import DRAFTINGS, MODES, PARAMETERS, RULES
+from lantern_bench.methods.catalog import LOSSLESS, MODES, PARAMETERS, RULES, output_of
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.run_directory import RunData
@@ -38,6 +38,7 @@ _RECORDED = (
     "drafter_forwards",
     "mal_uncut",
     "neighbour_mass",
+    "emitted_tv",
     "peak_memory_bytes",
     "process",
     "disturbed",
@@ -126,11 +127,14 @@ class CellRecords:
         return str(self.columns["cell_id"])
 
     @property
+    def output(self) -> str | None:
+        """`lossless` or `relaxed`, as drafting and rule claim; None if they are not installed."""
+        return output_of(self.columns["drafting"], self.columns["rule"])
+
+    @property
     def is_lossless(self) -> bool:
         """Whether the cell decodes losslessly, as its drafting and its rule claim."""
-        # A method of a package that is not installed is None.
-        methods = (DRAFTINGS.get(self.columns["drafting"]), RULES.get(self.columns["rule"]))
-        return all(method is not None and method.lossless for method in methods)
+        return self.output == LOSSLESS
 
     @cached_property
     def images(self) -> pd.DataFrame:

@@ -30,7 +30,7 @@ from lantern_bench.analysis.statistics import (
     timing,
 )
 from lantern_bench.analysis.token_distance import distance_columns
-from lantern_bench.methods.catalog import METRICS, OF_IMAGES, OF_SETS, OF_TOKENS
+from lantern_bench.methods.catalog import METRICS, OF_DRAFTS, OF_IMAGES, OF_SETS, OF_TOKENS
 from lantern_bench.storage.run_directory import RunData
 from lantern_bench.storage.schema import Row, frame
 from lantern_bench.utils.errors import RefusedError
@@ -163,6 +163,7 @@ _UNTESTED = {
     "speedup_over_lossless": "not tested: the fastest lossless cell of each run",
     **dict.fromkeys(OF_SETS, "one value a run: not tested"),
     **dict.fromkeys(OF_TOKENS, "not tested: each run is, by distance_p"),
+    **dict.fromkeys(OF_DRAFTS, "not tested: each run has an interval"),
 }
 """Quantities without a test, and why."""
 
@@ -183,6 +184,7 @@ def _measured(run: RunData, scores: Mapping[str, ProtocolScores]) -> _Measured:
                 measured[*about, "", name] = figure
             steps = cell.images[["committed", "steps"]]
             measured[*about, "", "mean_accepted_length"] = steps[steps["steps"] > 0]
+            measured[*about, "", "emitted_tv"] = cell.images[["emitted_tv", "tokens"]].dropna()
         for protocol, of_protocol in scores.items():
             for name in OF_IMAGES:
                 measured[*about, protocol, name] = scored_images(cell, of_protocol, name)

@@ -21,7 +21,7 @@ from lantern_bench.analysis.statistics import (
     sums_of_images,
     too_few_prompts,
 )
-from lantern_bench.methods.catalog import METRICS, OF_IMAGES, OF_SETS, PAIRED
+from lantern_bench.methods.catalog import METRICS, OF_IMAGES, OF_SETS, PAIRED, emitted_tv_problem
 from lantern_bench.storage.schema import Row, columns
 from lantern_bench.utils.text import listed
 
@@ -74,9 +74,12 @@ def quality_rows(
         scores: The scores of the run by protocol.
         of_tokens: Figures of the cell's tokens, which every row gets.
     """
+    emitted = _emitted_tv(cell)
     common: Row = {
         **cell.columns,
+        "output": cell.output,
         "failed": cell.failed,
+        **emitted.columns("emitted_tv"),
         # the mean of an accepted draft
         "neighbour_mass": cell.ratio(["neighbour_mass", "accepted"]),
     }
@@ -94,13 +97,28 @@ def quality_rows(
             spread = _ar_spread(cell, family, of_protocol)
             note = join_notes([row["note"], spread.get("note")])
             row |= spread | _differences(cell, family, of_protocol) | {"note": note}
-        note = join_notes([row["note"], of_tokens.get("note")])
+        note = join_notes([row["note"], of_tokens.get("note"), emitted.note])
         rows.append(row | of_tokens | {"note": note})
     if not rows:
         note = "pictures not scored" if of_tokens else "not scored"
-        note = join_notes([note, of_tokens.get("note")])
+        note = join_notes([note, of_tokens.get("note"), emitted.note])
         rows.append(common | of_tokens | {"images": 0, "note": note})
     return rows
+
+
+def _emitted_tv(cell: CellRecords) -> Interval:
+    """The emitted TV of a cell per token, or why it has none."""
+    columns = cell.columns
+    problem = emitted_tv_problem(columns["drafting"], columns["rule"], columns)
+    if problem is not None:
+        return Interval(None, note=f"no emitted TV: {problem}")
+    images = cell.images[["emitted_tv", "tokens"]].dropna()
+    if images.empty:
+        return Interval(None, note="no emitted TV: not recorded by the version that decoded")
+    note = None
+    if len(images) < len(cell.completed):
+        note = f"emitted TV of {len(images)} of {len(cell.completed)} images"
+    return ratio_of_images(images)._replace(note=note)
 
 
 def _scored(cell: CellRecords, scores: ProtocolScores, images: Sequence[Row]) -> Row:

@@ -77,6 +77,7 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], *, pool_devices: 
     lossless = fastest_lossless(cell, cells)
     row: Row = {
         **cell.columns,
+        "output": cell.output,
         "images": len(cell.completed),
         "failed": cell.failed,
         "disturbed": int(marks.sum()) if len(marks) else None,

@@ -18,6 +18,7 @@ from lantern_bench.methods.catalog import (
     RULES,
     can_decide,
     defaults_for,
+    emitted_tv_problem,
     fresh_drafts_problem,
     has_parameter,
     owners_of,
@@ -313,6 +314,11 @@ class Decoding:
     def greedy(self) -> bool:
         """Whether decoding is greedy (temperature 0)."""
         return bool(self.value("temperature") == 0)
+
+    @property
+    def emitted_tv_problem(self) -> str | None:
+        """Why decoding does not measure `emitted_tv`, or None."""
+        return emitted_tv_problem(self.drafting, self.rule, self._values)
 
     @property
     def draft_nodes(self) -> int:

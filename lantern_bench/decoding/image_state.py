@@ -112,6 +112,7 @@ class ImageState:
             child_rank=verdict.child_rank,
             neighbour_mass=verdict.neighbour_mass,
             neighbour_mass_tried=verdict.neighbour_mass_tried,
+            emitted_tv=verdict.emitted_tv,
         )
         active = self.position < self.tokens_wanted  # images that are not complete
         counts = torch.where(active, verdict.accepted + 1, 0)

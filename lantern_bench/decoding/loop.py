@@ -224,13 +224,15 @@ class _Batch:
         """
         tokens = out[:, : self.tokens_wanted].to(torch.int32).cpu()
         logits_of_images = [None] * self.size if logits is None else logits.float().cpu()
-        times: dict[str, Any] = {
+        shared: dict[str, Any] = {
             "seconds": self.phases.total() / self.size,
             "phases": {name: total / self.size for name, total in self.phases.seconds().items()},
             "usage": self.phases.usage,
         }
+        if self.decoding.emitted_tv_problem is not None:
+            shared["emitted_tv"] = None
         return [
-            Decoded(tokens=image, trace=replace(trace, **times), logits=image_logits)
+            Decoded(tokens=image, trace=replace(trace, **shared), logits=image_logits)
             for image, trace, image_logits in zip(tokens, traces, logits_of_images, strict=True)
         ]
 

@@ -42,6 +42,8 @@ class ImageTrace:
     neighbour_mass: float = 0.0
     # m(x) summed over tried drafts
     neighbour_mass_tried: float = 0.0
+    # emitted TV summed over tried drafts; None where it is not known
+    emitted_tv: float | None = None
     # seconds of the batch, divided by its images
     seconds: float = 0.0
     # the same for each phase
@@ -78,6 +80,7 @@ def plain_trace(tokens: int) -> ImageTrace:
         target_forwards=tokens,
         drafter_forwards=0,
         tokens=tokens,
+        emitted_tv=0.0,
     )
 
 
@@ -102,6 +105,8 @@ class StepRecorder:
             "neighbour_mass": column(dtype=torch.float32),
             # m(x) summed over tried drafts
             "neighbour_mass_tried": column(dtype=torch.float32),
+            # emitted TV summed over tried drafts
+            "emitted_tv": column(dtype=torch.float32),
         }
 
     def start(self) -> None:
@@ -138,7 +143,7 @@ class StepRecorder:
                 name: column[:count, image].tolist() for name, column in columns.items()
             }
             values["child_rank"] = [_offered(ranks) for ranks in values["child_rank"]]
-            for name in ("neighbour_mass", "neighbour_mass_tried"):
+            for name in ("neighbour_mass", "neighbour_mass_tried", "emitted_tv"):
                 values[name] = sum(values[name], 0.0)
             trace = ImageTrace(
                 **values,

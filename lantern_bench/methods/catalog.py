@@ -72,11 +72,16 @@ def _metrics(is_wanted: Callable[[Metric], bool]) -> tuple[str, ...]:
 
 OF_IMAGES = _metrics(lambda metric: metric.level == "image")
 OF_TOKENS = _metrics(lambda metric: metric.level == "tokens")
+OF_DRAFTS = _metrics(lambda metric: metric.level == "drafts")
 OF_SETS = _metrics(lambda metric: metric.level == "set")
 PAIRED = _metrics(lambda metric: metric.is_paired)
 IN_SUMMARY = _metrics(lambda metric: metric.in_summary)
 ON_CURVES = _metrics(lambda metric: metric.on_curves)
 
+
+LOSSLESS = "lossless"
+RELAXED = "relaxed"
+"""The output of a cell."""
 
 _RULE_NAMES = ", ".join(name for name in RULES if name != "none")
 # Every parameter, in the order of the axes of a grid; some occur twice.
@@ -215,6 +220,38 @@ def fresh_drafts_problem(rule: str, drafting: str, values: Values) -> str | None
         f"the rule {rule} needs independent drafts in every step, "
         f"which the drafting {drafting} {row.label(values)} does not give. Use {use}"
     )
+
+
+def output_of(drafting: str, rule: str) -> str | None:
+    """Return the output of a drafting with a rule: lossless or relaxed.
+
+    None if one of the two belongs to a package that is not installed.
+    """
+    if drafting not in DRAFTINGS or rule not in RULES:
+        return None
+    is_lossless = DRAFTINGS[drafting].lossless and RULES[rule].lossless
+    return LOSSLESS if is_lossless else RELAXED
+
+
+def emitted_tv_problem(drafting: str, rule: str, values: Values) -> str | None:
+    """Return why a cell has no `emitted_tv`, or None (docs/algorithms.md, section 6.3).
+
+    Args:
+        drafting: The name of the drafting.
+        rule: The name of the rule.
+        values: The cell's parameters by name.
+    """
+    if not values["temperature"]:
+        return "temperature 0 has no distribution"
+    if rule not in RULES or drafting not in DRAFTINGS:
+        return "a package with the rule or the drafting is not installed"
+    if RULES[rule].accept_tree:
+        return f"the rule {rule} decides on several drafts together"
+    if values.get("residual") == "official":
+        return "residual official is not the residual of its theorem"
+    if not DRAFTINGS[drafting].lossless:
+        return f"the drafting {drafting} does not draw its drafts from its q"
+    return None
 
 
 def defaults_for(

@@ -20,7 +20,8 @@ from lantern_bench.methods.parameters import Importable, fingerprint_of, load_co
 class Metric:
     """A quality metric.
 
-    Metrics of tokens are made of one set of sums (metrics/token_sums.py), and have no function.
+    Metrics of tokens are made of one set of sums (metrics/token_sums.py), metrics of drafts are
+    columns of the records. Both have no function.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # of rows in metrics.toml
@@ -33,9 +34,9 @@ class Metric:
     # number or None for each picture, uint8 [3, h, w], and scorer.label, if any, names its network.
     # Of a metric of sets: (FeatureSets) -> figure.
     load: Importable = ""
-    # Whether it is measured of each image, of all images of a cell against a reference, or of the
-    # tokens of a cell.
-    level: Literal["image", "set", "tokens"] = "image"
+    # Whether it is measured of each image, of all images of a cell against a reference, of the
+    # tokens of a cell, or of its drafts while they are verified.
+    level: Literal["image", "set", "tokens", "drafts"] = "image"
     # in tables and charts; "": the name in words
     label: str = ""
     # how numbers are written

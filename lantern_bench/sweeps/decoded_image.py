@@ -114,6 +114,7 @@ class DecodedImage:
             "peak_memory_bytes": self.peak_memory,
             "neighbour_mass": trace.neighbour_mass,
             "neighbour_mass_tried": trace.neighbour_mass_tried,
+            "emitted_tv": trace.emitted_tv,
             "tokens_sha256": tokens_sha256(self.tokens),
         }
 

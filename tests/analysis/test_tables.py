@@ -213,6 +213,37 @@ def _with_ar_spread(records, **figures):
     return [*scores, {**spread, "fid": 10.5, "fid_low": 9.0, "fid_high": 12.5, **figures}]
 
 
+def test_emitted_tv_is_a_figure_per_token(tables):
+    quality = tables["quality"].set_index("cell_id")
+    assert list(quality["output"]) == ["lossless", "lossless", "relaxed"]
+    assert list(quality["emitted_tv"]) == pytest.approx([0.0, 0.0, 0.1])
+    assert quality["emitted_tv_high"][STRICT.cell_id] == 0.0
+    assert not quality["note"].str.contains("emitted").any()
+
+
+@pytest.mark.parametrize(
+    ("cell", "without", "note"),
+    [
+        (LOOSE, 2, "emitted TV of 2 of 4 images"),
+        (LOOSE, 4, "no emitted TV: not recorded by the version that decoded"),
+        (STRICT.changed(rule="block", tree="chain-4"), 4, "the rule block decides on several"),
+        (STRICT.changed(temperature=0.0), 4, "no emitted TV: temperature 0"),
+        (LOOSE.changed(residual="official"), 4, "no emitted TV: residual official"),
+    ],
+)
+def test_a_missing_emitted_tv_says_why(cell, without, note):
+    """Also in a run that an earlier version began and this one finished."""
+    records = []
+    for prompt in range(4):
+        record = make_record(cell=cell, prompt=prompt, walks=[[0, -1]], seconds=1.0)
+        if prompt < without:
+            del record["emitted_tv"]
+        records.append(record)
+    (row,) = build_tables(records)["quality"].to_dict("records")
+    assert (row["emitted_tv"] >= 0) == (without == 2)
+    assert note in row["note"]
+
+
 def test_a_figure_is_within_or_outside_the_spread_of_ar():
     records = make_records()
     tables = build_tables(records, _with_ar_spread(records))

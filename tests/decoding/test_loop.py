@@ -17,6 +17,7 @@ from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
+from lantern_bench.methods.catalog import MODES
 from tests.decoding.test_engine import Small, decoded
 from tests.helpers.mistakes import Mistake, strict_without_residual
 
@@ -121,6 +122,22 @@ def images_of(
     return images_done
 
 
+def emitted_tv_of(model: TabularModel, values: dict[str, Any], images: int) -> Tensor:
+    """The emitted TV of each image, summed over its tokens."""
+    decoded_images = images_of(model, Decoding(**values), images)
+    return torch.tensor([image.trace.emitted_tv for image in decoded_images])
+
+
+def joint_of(model: TabularModel, decoding: Decoding) -> Tensor:
+    """The distribution of all tokens of an image."""
+    return model.joint(
+        lambda cond, uncond: decoding_probabilities(
+            guide(cond, uncond, decoding.cfg_scale), decoding
+        ),
+        LENGTH,
+    )
+
+
 def g_test(
     decoding: Decoding,
     images: int,
@@ -139,12 +156,7 @@ def g_test(
             for image in images_of(model=model, decoding=decoding, images=images, mistake=mistake)
         ]
     ).long()
-    distribution = model.joint(
-        lambda cond, uncond: decoding_probabilities(
-            guide(cond, uncond, decoding.cfg_scale), decoding
-        ),
-        LENGTH,
-    ).numpy()
+    distribution = joint_of(model, decoding).numpy()
     place = (tokens * vocabulary ** torch.arange(LENGTH - 1, -1, -1)).sum(dim=1)
     observed = np.bincount(place.numpy(), minlength=len(distribution))
     possible = distribution > 0
@@ -169,6 +181,68 @@ def test_a_missing_residual_is_rejected(values: dict[str, Any]) -> None:
     p = g_test(Decoding(**values), 20_000, WITHOUT_RESIDUAL, spread=1.5)
     print(f"residual left out, {values}: p = {p:.1e}")
     assert p < 1e-6
+
+
+@pytest.mark.parametrize("values", LOSSLESS, ids=named)
+def test_emitted_tv_of_lossless_images_is_0_on_average(values: dict[str, Any]) -> None:
+    model = TabularModel(VOCABULARY, LENGTH, seed=2)
+    if Decoding(**values).emitted_tv_problem is not None:
+        assert values["rule"] in ("block", "traversal")
+        assert all(
+            image.trace.emitted_tv is None for image in images_of(model, Decoding(**values), 5)
+        )
+        return
+    emitted = emitted_tv_of(model, values, 3_000)
+    assert emitted.std() > 0.1
+    assert abs(emitted.mean()) < 4 * emitted.std() / len(emitted) ** 0.5
+
+
+RELAXED: list[dict[str, Any]] = [
+    {"mode": "lantern++", "lambda_": 3.0, "neighbours": 2},
+    {"mode": "cool-sd", "strength": 2.0},
+    {"mode": "gsd", "cluster": 3, "code_gap": 3.0},
+]
+DRAWN = [{"drafting": "static", "tree": "chain-3"}, STATIC, DYNAMIC, *WINDOWS[:4], WINDOWS[7]]
+
+
+@pytest.mark.parametrize("rule", RELAXED, ids=lambda rule: rule["mode"])
+@pytest.mark.parametrize("drafted", DRAWN, ids=named)
+def test_emitted_tv_bounds_the_tv_of_images(drafted: dict[str, Any], rule: dict[str, Any]) -> None:
+    """Of whole images, which is at most the sum over their tokens."""
+    values = {"drafting": MODES[drafted.get("mode", "ar")].drafting} | drafted | rule
+    model = CodedModel(VOCABULARY, LENGTH, seed=2)
+    decoding = Decoding(**values)
+    images = images_of(model, decoding, 4_000)
+    p = joint_of(model, decoding)
+    tokens = torch.stack([image.tokens for image in images]).long()
+    place = (tokens * VOCABULARY ** torch.arange(LENGTH - 1, -1, -1)).sum(dim=1)
+    shares = torch.bincount(place, minlength=len(p)) / len(images)
+    emitted = torch.tensor([image.trace.emitted_tv for image in images])
+    noise = 4 * emitted.std() / len(images) ** 0.5
+    assert emitted.mean() > noise
+    # A lower bound of the total variation: images that are too frequent beyond chance.
+    excess = shares - p
+    tv = float(excess[excess > 4 * (p / len(images)) ** 0.5].sum())
+    print(f"TV of images {tv:.3f}, emitted TV {emitted.mean():.3f}")
+    assert 0.0 < tv <= emitted.mean() + noise
+
+
+@pytest.mark.parametrize(
+    ("values", "emitted"),
+    [
+        ({"mode": "ar"}, 0.0),
+        ({"mode": "ar", "temperature": 0.0}, None),
+        (STATIC | {"temperature": 0.0}, None),
+        (BLOCK, None),
+        (STATIC | RULES[1], None),
+    ],
+    ids=str,
+)
+def test_emitted_tv_is_left_out_where_its_conditions_do_not_hold(
+    values: dict[str, Any], emitted: float | None
+) -> None:
+    (image,) = images_of(CodedModel(VOCABULARY, LENGTH, seed=2), Decoding(**values), 1)
+    assert image.trace.emitted_tv == emitted
 
 
 SPECULATED = [
@@ -210,6 +284,7 @@ def test_images_of_a_batch_are_those_decoded_alone(values: dict[str, Any]) -> No
     for image, single in zip(together, alone, strict=True):
         assert single.tokens.equal(image.tokens)
         assert single.trace.child_rank == image.trace.child_rank
+        assert single.trace.emitted_tv == pytest.approx(image.trace.emitted_tv, abs=1e-5)
     assert (sum(image.trace.neighbour_mass_tried for image in together) > 0) != lossless
 
 

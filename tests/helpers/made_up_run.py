@@ -60,6 +60,7 @@ def make_record(
         "other_seconds": None if seconds is None else 0.1 * seconds,
         "peak_memory_bytes": None,
         "neighbour_mass": 0.0 if cell.mode in ("ar", "speculative") else 0.01 * sum(accepted),
+        "emitted_tv": 0.0 if cell.mode in ("ar", "speculative") else 0.1 * tokens,
         "process": prompt % 3,
         "image": f"images/{cell.cell_id}/{prompt:06d}.png",
     }

@@ -40,6 +40,7 @@ class Walk:
     next_probs: Vector
     neighbour_mass: float = 0.0
     neighbour_mass_tried: float = 0.0
+    emitted_tv: float = 0.0
     smallest_rest: float = 1.0
     looks: list[tuple[int, int, float, float]] = field(default_factory=list)
 
@@ -128,10 +129,12 @@ def walk(
                 continue
             mass, taken = merge(p, x, rules)
             done.neighbour_mass_tried += mass
+            done.emitted_tv += float(1 - p[x] if q is None else np.maximum(p - q, 0).sum())
             if number < min(1.0, (p[x] + mass) / q_x):
                 done.neighbour_mass += mass
                 moved = rank, child
                 break
+            done.emitted_tv -= 1
             left = reject(p=p, q=q, x=x, mass=mass, taken=taken, rules=rules)
             rest = left.sum()
             done.smallest_rest = min(done.smallest_rest, float(rest) if rest > 0 else 1.0)

@@ -24,7 +24,7 @@ tokens, target_forwards, drafter_forwards, start_per_step, committed_per_step, a
 offered_depth_per_step, child_rank_per_step, mean_accepted_length, mal_uncut, step_compression,
 seconds, draft_seconds, target_seconds, verify_seconds, other_seconds, pixel_seconds, cpu_seconds,
 waited_seconds, involuntary_switches, steal_seconds, disturbed, attempts, peak_memory_bytes,
-neighbour_mass, neighbour_mass_tried, tokens_sha256, image_sha256, image, checksum"""
+neighbour_mass, neighbour_mass_tried, emitted_tv, tokens_sha256, image_sha256, image, checksum"""
 
 
 def test_records_have_the_columns_of_the_design_in_its_order() -> None:

@@ -72,6 +72,8 @@ class Acceptance:
     exhausted: Tensor
     # [N] w of each node, of rules whose decision on a node depends on the drafts below it
     visit_probability: Tensor | None = None
+    # [2, N, C] emitted TV of each child, if it is rejected and if it is accepted; None: not known
+    emitted_tv: Tensor | None = None
 
     def bonus_distribution(self, rows: Tensor, p: Tensor) -> Tensor:
         """Return what the bonus token is drawn from [n, V].
@@ -93,6 +95,7 @@ def accept_children(children: Children, rule: ConfiguredRule) -> Acceptance:
     """
     accept = torch.zeros_like(children.tokens, dtype=children.p.dtype)
     neighbour_mass = torch.zeros_like(accept)
+    emitted_tv = accept.new_zeros(2, *accept.shape)
     residual = rule.residual_class(children, rule.codebook)
     for rank, n in enumerate(children.nodes_per_rank):
         draft = residual.drafts(children.tokens[:n, rank])
@@ -104,12 +107,17 @@ def accept_children(children: Children, rule: ConfiguredRule) -> Acceptance:
         accept[:n, rank] = torch.where(tried, decision.probability, 0.0)
         neighbour_mass[:n, rank] = torch.where(tried, decision.neighbour_mass, 0.0)
 
-        residual.reject(draft.token, decision, tried)
+        tv = residual.reject(draft, decision, tried)
+        # Where tv is TV(p, q), a rejection takes 1 off (docs/algorithms.md, section 6.3).
+        is_direct = isinstance(decision.removal, Tensor)
+        emitted_tv[0, :n, rank] = torch.where(tried, tv if is_direct else tv - 1.0, 0.0)
+        emitted_tv[1, :n, rank] = torch.where(tried, tv, 0.0)
     return Acceptance(
         accept=accept,
         neighbour_mass=neighbour_mass,
         residual=residual.p,
         exhausted=residual.exhausted,
+        emitted_tv=emitted_tv,
     )
 
 
@@ -150,20 +158,27 @@ class Residual:
             codebook=self._codebook,
         )
 
-    def reject(self, tokens: Tensor, decision: Decision, tried: Tensor) -> None:
+    def reject(self, draft: DraftView, decision: Decision, tried: Tensor) -> Tensor:
         """Reject the drafts of the first n nodes.
 
         Args:
-            tokens: The drafts, int64 [n].
+            draft: The drafts, of `drafts`.
             decision: How the rule decides on them.
             tried: Which of them are tried, bool [n]; at other nodes nothing changes.
-        """
-        if self.q is None:
-            self._reject_deterministic(tokens[:, None], decision, tried[:, None])
-        else:
-            self._reject_sampled(tokens[:, None], decision, tried[:, None])
 
-    def _reject_sampled(self, x: Tensor, decision: Decision, tried: Tensor) -> None:
+        Returns:
+            Of each draft [n], before the rejection: sum (q f - p)+ if the rule decides by
+            probability, otherwise TV(p, q).
+        """
+        x = draft.token[:, None]
+        if self.q is not None:
+            return self._reject_sampled(x, decision, tried[:, None])
+        is_direct = isinstance(decision.removal, Tensor)
+        tv = decision.neighbour_mass if is_direct else 1.0 - draft.p_x
+        self._reject_deterministic(x, decision, tried[:, None])
+        return tv
+
+    def _reject_sampled(self, x: Tensor, decision: Decision, tried: Tensor) -> Tensor:
         """Reject draws from q; columns are [n, 1].
 
         p <- normalize(max(p - removal * q, 0)), with 0 at the neighbours taken; then x is removed
@@ -173,7 +188,10 @@ class Residual:
         n = len(x)
         p = self.p[:n]
         q = self.q[:n]
-        residual = (p - q / self._q_sum[:n] * decision.removal).clamp_min_(0.0)
+        removed = q / self._q_sum[:n] * decision.removal
+        residual = (p - removed).clamp_min_(0.0)
+        is_direct = isinstance(decision.removal, Tensor)
+        tv = (removed - p).clamp_min(0.0).sum(dim=1) if is_direct else residual.sum(dim=1)
         near = decision.neighbours
         if near is not None:
             kept = p.gather(1, near.tokens) if self.keeps_neighbours else 0.0
@@ -184,6 +202,7 @@ class Residual:
         self._handle_empty(tried & (residual_sum <= 0))
         _write(q, x, torch.where(tried, 0.0, q.gather(1, x)))
         self._q_sum[:n] = q.sum(dim=1, keepdim=True)
+        return tv
 
     def _reject_deterministic(self, x: Tensor, decision: Decision, tried: Tensor) -> None:
         """Reject drafts of probability 1; columns are [n, 1].

@@ -35,6 +35,8 @@ class Verdict:
     neighbour_mass: Tensor
     # m(x) summed over all drafts tried, float32 [B]
     neighbour_mass_tried: Tensor
+    # emitted TV summed over all drafts tried, float32 [B]; 0 where it is not known
+    emitted_tv: Tensor
     # the distribution of the bonus token (greedy: p of the last accepted node), float32 [B, V]
     next_probs: Tensor
     # w of each node [B, M], of rules whose decision on a node depends on the drafts below it
@@ -77,10 +79,16 @@ def verify(
     next_probs = bonus_distribution(
         tree=tree, offered=offered, acceptance=acceptance, target_probs=target_probs, end=end
     )
-    mass_tried = torch.where(rank <= first_hit, acceptance.neighbour_mass, 0.0)
     visit_probability = acceptance.visit_probability
     if visit_probability is not None:
         visit_probability = tree.by_node(visit_probability)
+    is_tried = rank <= first_hit
+    mass_tried = torch.where(is_tried, acceptance.neighbour_mass, 0.0)
+    emitted_tv = None
+    if acceptance.emitted_tv is not None:
+        if_rejected, if_accepted = acceptance.emitted_tv
+        tv = torch.where(hit, if_accepted, if_rejected)
+        emitted_tv = tree.by_node(torch.where(is_tried, tv, 0.0))
     return verdict_of(
         tree,
         offered,
@@ -89,6 +97,7 @@ def verify(
         next_probs=next_probs,
         bonus=sample(next_probs, noise),
         visit_probability=visit_probability,
+        emitted_tv=emitted_tv,
     )
 
 
@@ -244,6 +253,7 @@ def verdict_of(
     next_probs: Tensor,
     bonus: Tensor,
     visit_probability: Tensor | None = None,
+    emitted_tv: Tensor | None = None,
 ) -> Verdict:
     """Return the verdict on a path.
 
@@ -255,6 +265,7 @@ def verdict_of(
         next_probs: The distribution of the bonus token, [B, V].
         bonus: The bonus token, int64 [B].
         visit_probability: As in `Verdict`.
+        emitted_tv: Emitted TV of the children tried, [B, M, C]; None: not known.
     """
     parents = path[:, :-1]
     drafts = path[:, 1:]
@@ -269,6 +280,9 @@ def verdict_of(
     is_on_path = parents >= 0
     children = at_nodes(offered, on_path)
     mass = torch.where(is_on_path.unsqueeze(2), at_nodes(mass_tried, on_path), 0.0)
+    tv = torch.zeros_like(mass)
+    if emitted_tv is not None:
+        tv = torch.where(is_on_path.unsqueeze(2), at_nodes(emitted_tv, on_path), 0.0)
 
     has_children = is_on_path & (children >= 0).any(dim=2)
     without_accepted = torch.where(has_children, ALL_REJECTED, NOT_OFFERED)
@@ -282,6 +296,7 @@ def verdict_of(
         child_rank=rank,
         neighbour_mass=accepted_mass.sum(dim=1),
         neighbour_mass_tried=mass.sum(dim=(1, 2)),
+        emitted_tv=tv.sum(dim=(1, 2)),
         next_probs=next_probs,
         visit_probability=visit_probability,
     )

@@ -111,6 +111,9 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
         torch.testing.assert_close(
             verdict.neighbour_mass_tried[same], wanted.neighbour_mass_tried[same], atol=1e-4, rtol=0
         )
+        torch.testing.assert_close(
+            verdict.emitted_tv[same], wanted.emitted_tv[same], atol=1e-4, rtol=0
+        )
         accepted += int(wanted.accepted.sum())
     assert at_fault <= 1
     assert accepted > ROUNDS * BATCH / 4

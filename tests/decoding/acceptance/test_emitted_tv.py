@@ -1,8 +1,9 @@
-"""Emitted TV: the examples and formulas of docs/algorithms.md, section 4."""
+"""Emitted TV: the examples and formulas of docs/algorithms.md, sections 4 and 6.3."""
 
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.sampling import most_probable
 from tests.helpers.rules import (
     STRICT,
+    accept,
     emitted,
     neighbour_mass,
     rule_named,
@@ -65,6 +67,134 @@ def mean_distribution(p: Tensor, q: Tensor, rule: ConfiguredRule, children: int 
     drawn = q[drafts]
     chances = (drawn / (1 - drawn.cumsum(dim=1) + drawn)).prod(dim=1)
     return chances @ of_drafts(p=p, q=q, drafts=drafts, rule=rule)
+
+
+def measured(
+    p: Tensor, q: Tensor | None, drafts: Tensor, rule: ConfiguredRule
+) -> tuple[Tensor, Tensor]:
+    """What verification adds to `emitted_tv` of n roots with the drafts [n, C], on average, and the
+    probability [n] to reject all of them.
+    """
+    many = len(drafts)
+    acceptance = accept(
+        p.expand(many, -1), None if q is None else q.expand(many, -1), drafts, rule=rule
+    )
+    assert acceptance.emitted_tv is not None
+    if_rejected, if_accepted = acceptance.emitted_tv
+    chance = acceptance.accept
+    is_reached = torch.cat([torch.ones_like(chance[:, :1]), 1 - chance], dim=1).cumprod(dim=1)
+    of_child = chance * if_accepted + (1 - chance) * if_rejected
+    return (is_reached[:, :-1] * of_child).sum(dim=1), is_reached[:, -1]
+
+
+class OneDraft(NamedTuple):
+    """The parts of the theorem of section 6.3, for one draft drawn from q."""
+
+    rejected: float
+    tv: float  # of the emitted distribution and p
+    of_drafts: float  # TV(p, q)
+    measured: float
+
+
+def one_draft(p: Tensor, q: Tensor, rule: ConfiguredRule) -> OneDraft:
+    """Enumerate the draft of one root."""
+    every_draft = torch.arange(len(p))[:, None]
+    added, rejected = measured(p=p, q=q, drafts=every_draft, rule=rule)
+    return OneDraft(
+        rejected=float(q @ rejected),
+        tv=float(total_variation(p, mean_distribution(p, q, rule))),
+        of_drafts=float(total_variation(p, q)),
+        measured=float(q @ added),
+    )
+
+
+def by_probability(codebook: Tensor) -> list[ConfiguredRule]:
+    return [
+        rule_named("cool-sd", bound=1.7, decay=0.0),
+        rule_named("cool-sd", bound=0.6),
+        rule_named("gsd", bound=5, codebook=codebook),
+        rule_named("typical", bound=0.1),
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 5, 9])
+def test_rejections_and_emitted_tv_add_up_to_the_tv_of_the_drafts(size: int) -> None:
+    """P(reject) + TV(emitted, p) = TV(p, q), for the rules that section 6.3 names."""
+    noise = torch.Generator().manual_seed(20 + size)
+    for _ in range(30):
+        p, q = dirichlet(noise, 2, size)
+        table = nearest_codes(torch.randn(size, 3, generator=noise), size - 1)
+        entropy = rule_named("entropy", size - 1, 0.3, table=table)
+        strong = rule_named("cool-sd", bound=1.7, decay=0.0)
+        for rule in (STRICT, entropy, strong, *rules("exact", table, size - 1)):
+            found = one_draft(p, q, rule)
+            assert found.rejected + found.tv == pytest.approx(found.of_drafts, abs=1e-12)
+            assert found.measured == pytest.approx(found.tv, abs=1e-12)
+
+
+def test_rules_by_probability_measure_their_emitted_tv_directly() -> None:
+    """Also where the sum differs: f is below min(1, p / q) somewhere."""
+    noise = torch.Generator().manual_seed(30)
+    gaps: dict[str, float] = {}
+    for _ in range(30):
+        p, q = dirichlet(noise, 2, 8)
+        for rule in by_probability(torch.randn(8, 2, generator=noise)):
+            found = one_draft(p, q, rule)
+            assert found.measured == pytest.approx(found.tv, abs=1e-12)
+            gap = abs(found.rejected + found.tv - found.of_drafts)
+            name = f"{rule.name} {rule.values[rule.row.bound]}"
+            gaps[name] = max(gaps.get(name, 0.0), gap)
+    assert gaps.pop("cool-sd 1.7") < 1e-12
+    assert len(gaps) == 3
+    assert min(gaps.values()) > 0.01
+
+
+def test_the_sum_does_not_hold_for_the_residual_official() -> None:
+    """There TV(p, q) less the rejections is below the emitted TV, so it is no upper bound."""
+    noise = torch.Generator().manual_seed(31)
+    gaps = []
+    for _ in range(30):
+        p, q = dirichlet(noise, 2, 8)
+        table = nearest_codes(torch.randn(8, 3, generator=noise), 7)
+        for rule in rules("official", table, 4):
+            found = one_draft(p, q, rule)
+            gaps.append(found.tv - found.measured)
+    assert max(gaps) > 0.05
+
+
+@pytest.mark.parametrize("children", [1, 2, 3])
+def test_siblings_are_bounded_by_the_sum_over_those_that_were_tried(children: int) -> None:
+    noise = torch.Generator().manual_seed(32)
+    drafts = torch.tensor(list(itertools.permutations(range(6), children)))
+    for _ in range(8):
+        p, q = dirichlet(noise, 2, 6)
+        table = nearest_codes(torch.randn(6, 3, generator=noise), 5)
+        drawn = q[drafts]
+        chances = (drawn / (1 - drawn.cumsum(dim=1) + drawn)).prod(dim=1)
+        of_chance = by_probability(torch.randn(6, 2, generator=noise))
+        for rule in (STRICT, *rules("exact", table, 3), *of_chance):
+            added, _ = measured(p=p, q=q, drafts=drafts, rule=rule)
+            mean = float(chances @ added)
+            tv = float(total_variation(p, mean_distribution(p, q, rule, children)))
+            assert tv <= mean + 1e-12
+            if children == 1 or rule is STRICT:
+                assert mean == pytest.approx(tv, abs=1e-12)
+
+
+@pytest.mark.parametrize("children", [1, 3])
+def test_deterministic_drafts_have_q_1_in_the_sum(children: int) -> None:
+    """TV(p, q) is 1 - p(x). On average the sum is the neighbour mass of what was tried."""
+    noise = torch.Generator().manual_seed(33)
+    for _ in range(20):
+        p, q = dirichlet(noise, 2, 6, 10)
+        table = nearest_codes(torch.randn(10, 3, generator=noise), 9)
+        tokens, valid = most_probable(q, children)
+        of_chance = by_probability(torch.randn(10, 2, generator=noise))
+        for rule in (STRICT, *rules("exact", table, 4), *of_chance):
+            added, _ = measured(p=p, q=None, drafts=tokens, rule=rule)
+            bound = emitted(p=p, q=None, tokens=tokens, valid=valid, rule=rule).neighbour_mass
+            torch.testing.assert_close(added, bound, atol=1e-12, rtol=0)
+            assert (deterministic_tv(p, tokens, valid, rule) <= added + 1e-12).all()
 
 
 def test_the_example_of_section_4_emits_q_at_half_a_tv() -> None:
