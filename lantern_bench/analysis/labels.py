@@ -7,7 +7,13 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
-from lantern_bench.methods.catalog import METHOD_PARAMETERS, MODES, PARAMETERS, RULES
+from lantern_bench.methods.catalog import (
+    METHOD_PARAMETERS,
+    MODES,
+    PARAMETERS,
+    RULES,
+    output_of,
+)
 from lantern_bench.methods.parameters import SAMPLING
 
 CELL = ["run", "model", "cell_id"]
@@ -52,7 +58,7 @@ _USUAL |= {"batch": 1, "cfg_scale": None}  # the usual guidance depends on the m
 
 
 def labels(table: pd.DataFrame) -> list[str]:
-    """Return a label for each row: `LANTERN++ λ=2`, after run and model where there are several.
+    """Return a label for each row: `LANTERN++ λ=2 (relaxed)`, after run and model where needed.
 
     The tree is named where cells differ in it, other settings where cells of the same mode differ.
     """
@@ -84,6 +90,10 @@ def _words(row: pd.Series, table: pd.DataFrame, prefixes: Sequence[str]) -> Iter
             continue
         is_greedy = name == "temperature" and value == 0
         yield "greedy" if is_greedy else _FORMATS[name].format(value)
+
+    output = output_of(str(row["drafting"]), str(row["rule"]))
+    if mode != "ar" and output is not None:
+        yield f"({output})"
 
 
 def _lossless_label(mode: str, rule: str) -> str | None:

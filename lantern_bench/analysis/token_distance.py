@@ -1,4 +1,4 @@
-"""The distance of a cell from the target, computed from sums of token features of its images.
+"""The distance of a cell from the target, a lower bound, from sums of token features of its images.
 
 See docs/algorithms.md, section 6.2. No torch.
 """

@@ -1,4 +1,4 @@
-"""How far the tokens of finished images are from the target: sums over the tokens of an image.
+"""Whether the tokens of finished images follow the target: sums over the tokens of an image.
 
 One forward of the target scores a whole image. It shares no draft tree, no drafting code and no
 earlier step with decoding, so it sees their mistakes. `analysis/token_distance.py` turns the sums

@@ -296,7 +296,10 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
     # Figures of the tokens come first: they show what a few pictures cannot show.
     figures = sorted(ON_CURVES, key=lambda name: METRICS[name].level != "tokens")
     for speed, figure in product(SPEEDS, figures):
-        scorers = table.dropna(subset=[figure, speed]).groupby(METRICS[figure].scored_by)
+        points = table.dropna(subset=[figure, speed])
+        if METRICS[figure].level == "drafts" and points["drafting"].eq("none").all():
+            continue  # ar alone
+        scorers = points.groupby(METRICS[figure].scored_by)
         for scorer, rows in scorers:
             name = f"{'speed' if speed == 'speedup' else 'length'}-quality-{figure}"
             if len(scorers) > 1:

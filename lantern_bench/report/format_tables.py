@@ -17,8 +17,9 @@ import pandas as pd
 from lantern_bench.analysis.cells import NOTE_SEPARATOR
 from lantern_bench.analysis.labels import BOUNDS
 from lantern_bench.analysis.quality import OUTSIDE
+from lantern_bench.analysis.recommend import MAX_DISTANCE
 from lantern_bench.config.paper import FIGURES
-from lantern_bench.methods.catalog import METRICS, ON_CURVES, PARAMETERS
+from lantern_bench.methods.catalog import LOSSLESS, METRICS, ON_CURVES, PARAMETERS
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.schema import CELL_NAMES, ENDS, TABLES
 
@@ -48,6 +49,7 @@ _HIDDEN |= {"axis", "lossless_cell", "note"}
 # Shown as a note where all rows share the value.
 _OFTEN_SHARED = (
     "model",
+    "output",
     "images",
     "fid_features",
     "clip_model",
@@ -166,8 +168,11 @@ def worth_showing(table: pd.DataFrame, column: str, name: str = "") -> bool:
 
 def _summary_figures(table: pd.DataFrame) -> list[str]:
     """The quality figures that the summary shows: the metrics for the screen, else all metrics."""
-    measured = table.filter([*METRICS]).dropna(how="all", axis=1)
-    return [str(name) for name in measured if METRICS[str(name)].on_screen] or list(METRICS)
+    measured = [METRICS[str(name)] for name in table.filter([*METRICS]).dropna(how="all", axis=1)]
+    for_screen = [metric for metric in measured if metric.on_screen]
+    if all(metric.level == "drafts" for metric in for_screen):
+        return list(METRICS)
+    return [metric.name for metric in for_screen]
 
 
 def _notes(table: pd.DataFrame, name: str | None) -> Iterator[str]:
@@ -283,7 +288,8 @@ def latex(
 ) -> str:
     """Return a table for LaTeX with booktabs.
 
-    Empty columns are left out, figures are right-aligned, and the best figure of a column is bold.
+    Empty columns are left out, figures are right-aligned, and the best figure of a column among
+    `may_be_best` is bold.
 
     Args:
         table: The table.
@@ -303,36 +309,53 @@ def latex(
         cells = [_in_latex(text) for text in texts]
         if pd.api.types.is_numeric_dtype(rows[column]):
             kind = "r"
-            cells = _figures(texts, BETTER.get(column))
+            best = best_of(texts, better=BETTER.get(column), among=may_be_best(rows))
+            cells = _figures(texts, best)
         if any(" & " in cell for cell in cells):
             kind = "r@{ }l"
             heading = rf"\multicolumn{{2}}{{c}}{{{heading}}}"
             cells = [cell if " & " in cell else f"{cell} & " for cell in cells]
         alignment += kind
         columns[heading] = cells
-    comments = [title, r"needs \usepackage{booktabs}", *_notes(rows, name), *more]
+    comments = [title, r"needs \usepackage{booktabs}", *_notes(rows, name), BEST_NOTE, *more]
     lines = [f"% {comment}" for comment in comments if comment]
     tabular = pd.DataFrame(columns).to_latex(index=False, escape=False, column_format=alignment)
     return "\n".join([*lines, tabular.rstrip()])
 
 
-def best_of(texts: Sequence[str], better: str | None) -> list[bool]:
+BEST_NOTE = (
+    f"Best figures are marked among cells with a distance of at most {MAX_DISTANCE:g} (its whole "
+    "interval); of cells without a distance, among the lossless ones."
+)
+
+
+def may_be_best(table: pd.DataFrame) -> list[bool]:
+    """Return which rows may hold the best figure of a column, as `BEST_NOTE` says."""
+    distance = table.reindex(columns=["output", "distance", "distance_high"])
+    highest = distance["distance_high"].fillna(distance["distance"]).astype(float)
+    is_lossless = distance["output"].eq(LOSSLESS).fillna(value=False)
+    return (highest.le(MAX_DISTANCE) | (highest.isna() & is_lossless)).tolist()
+
+
+def best_of(texts: Sequence[str], *, better: str | None, among: Sequence[bool]) -> list[bool]:
     """Return which texts hold the best figure of a column; none where all figures look alike.
 
     Args:
         texts: The figures as `figure_texts` writes them.
         better: The good end of the column, as in `BETTER`.
+        among: Which of them may be the best.
     """
     numbers = pd.Series(texts, dtype=object).str.extract(r"^([+-]?[\d.]+)")[0].astype(float)
-    best = numbers.max() if better == "higher" else numbers.min()
     is_comparable = better is not None and numbers.nunique() > 1
+    numbers = numbers.where(pd.Series(among, dtype=bool))
+    best = numbers.max() if better == "higher" else numbers.min()
     return (numbers.eq(best) & is_comparable).tolist()
 
 
-def _figures(texts: Sequence[str], better: str | None) -> list[str]:
+def _figures(texts: Sequence[str], best: Sequence[bool]) -> list[str]:
     """The cells of a column of figures; intervals are cells of their own, for the alignment."""
     cells = []
-    for text, is_best in zip(texts, best_of(texts, better), strict=True):
+    for text, is_best in zip(texts, best, strict=True):
         value, _, interval = _in_latex(text).replace("-", "$-$").partition(" [")
         cell = re.sub(r"(?<=\d)x$", r"$\\times$", value)
         if is_best:

@@ -47,10 +47,12 @@ from lantern_bench.report.charts import (
     whiskers,
 )
 from lantern_bench.report.format_tables import (
+    BEST_NOTE,
     BETTER,
     best_of,
     figure_texts,
     head_of,
+    may_be_best,
     readable,
     side_by_side,
     worth_showing,
@@ -379,7 +381,7 @@ def _summary(tables: Mapping[str, Tables], styles: Styles) -> Plain:
     if cells["protocol"].nunique() <= 1:
         protocols[:] = ""
     numbers = [style.number for style in styles_of(cells, styles)]
-    notes: list[str] = []
+    notes = [BEST_NOTE]
     for of_run in tables.values():
         notes += readable(of_run["summary"], "summary").notes
     return {
@@ -406,7 +408,7 @@ def _column(cells: pd.DataFrame, name: str) -> Plain:
     places = (figures - lowest) / (float(figures.max().max()) - lowest)
     bars = [None if np.isnan(ends).any() else ends for ends in places.to_numpy()]
     texts = figure_texts(cells, name)
-    best = best_of(texts, BETTER.get(name))
+    best = best_of(texts, better=BETTER.get(name), among=may_be_best(cells))
     if name in METRICS and METRICS[name].against_ar == "none":
         best = [False] * len(texts)  # a figure that is 0 by definition in many cells
     return {

@@ -73,7 +73,7 @@ def drawn(tmp_path_factory) -> dict[str, Path]:
 
 def test_each_curve_has_its_files_at_the_width_of_a_column(tables, drawn):
     names = ["acceptance-by-depth", "acceptance-by-position", "accepted-lengths"]
-    axes = product(("speed", "length"), ("clip_score", "prompt_accuracy"))
+    axes = product(("speed", "length"), ("emitted_tv", "clip_score", "prompt_accuracy"))
     names += [f"{x}-quality-{y}" for x, y in axes]
     kinds = ("png", "svg", "pdf", "csv")
     assert list(drawn) == [f"{name}.{kind}" for name, kind in product(names, kinds)]
@@ -295,22 +295,22 @@ CHAIN = {"drafting": "static", "tree": "chain-4"}
     [
         {  # methods as the papers name them
             AR: "AR",
-            STRICT: "speculative (strict) small-7",
-            STRICT.changed(temperature=0.0): "speculative (strict) small-7 greedy",
-            bounded(delta=0.005): "LANTERN δ=0.005 58n5d10b",
-            bounded(delta=0.02): "LANTERN δ=0.02 58n5d10b",
-            bounded(**MULTIPLICATIVE, neighbours=10): "LANTERN++ λ=2 eagle1-25 k=10",
-            bounded(**MULTIPLICATIVE, neighbours=100): "LANTERN++ λ=2 eagle1-25 k=100",
+            STRICT: "speculative (strict) small-7 (lossless)",
+            STRICT.changed(temperature=0.0): "speculative (strict) small-7 greedy (lossless)",
+            bounded(delta=0.005): "LANTERN δ=0.005 58n5d10b (relaxed)",
+            bounded(delta=0.02): "LANTERN δ=0.02 58n5d10b (relaxed)",
+            bounded(**MULTIPLICATIVE, neighbours=10): "LANTERN++ λ=2 eagle1-25 k=10 (relaxed)",
+            bounded(**MULTIPLICATIVE, neighbours=100): "LANTERN++ λ=2 eagle1-25 k=100 (relaxed)",
         },
         {  # one rule on two draftings is told apart
-            bounded(delta=0.1): "LANTERN δ=0.1 dynamic 58n5d10b",
-            bounded(delta=0.1, **CHAIN): "LANTERN δ=0.1 static chain-4",
-            bounded(**MULTIPLICATIVE, tree="chain-4"): "LANTERN++ λ=2 chain-4",
+            bounded(delta=0.1): "LANTERN δ=0.1 dynamic 58n5d10b (relaxed)",
+            bounded(delta=0.1, **CHAIN): "LANTERN δ=0.1 static chain-4 (relaxed)",
+            bounded(**MULTIPLICATIVE, tree="chain-4"): "LANTERN++ λ=2 chain-4 (relaxed)",
         },
         {  # a lossless rule is named once
-            STRICT: "speculative (strict) small-7",
-            STRICT.changed(rule="block", tree="chain-4"): "speculative (block) chain-4",
-            Decoding(mode="sjd", rule="block", window=8): "SJD (block) w8",
+            STRICT: "speculative (strict) small-7 (lossless)",
+            STRICT.changed(rule="block", tree="chain-4"): "speculative (block) chain-4 (lossless)",
+            Decoding(mode="sjd", rule="block", window=8): "SJD (block) w8 (lossless)",
         },
     ],
 )
@@ -323,7 +323,7 @@ def test_labels_name_methods_and_what_differs(cells):
 
 def test_labels_name_runs_when_there_are_several(tables):
     points = acceptance_points({"a": tables, "b": tables})
-    methods = ("speculative (strict)", "LANTERN++ λ=2")
+    methods = ("speculative (strict) (lossless)", "LANTERN++ λ=2 (relaxed)")
     assert set(points["label"]) == {f"{run}: {method}" for run, method in product("ab", methods)}
 
 
@@ -350,7 +350,11 @@ def test_charts_name_only_what_differs_in_them(tables):
         "speed": tables_from(make_records()),
     }
     (front,) = [front for front in fronts(runs) if front.name == "speed-quality-clip_score"]
-    assert set(front.points["label"]) == {"AR", "speculative (strict)", "LANTERN++ λ=2"}
+    assert set(front.points["label"]) == {
+        "AR",
+        "speculative (strict) (lossless)",
+        "LANTERN++ λ=2 (relaxed)",
+    }
 
 
 @pytest.mark.parametrize("has_spread", [True, False])

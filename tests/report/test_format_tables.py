@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import pandas as pd
+import pytest
 
-from lantern_bench.report.format_tables import latex, readable
+from lantern_bench.report.format_tables import (
+    BEST_NOTE,
+    best_of,
+    latex,
+    may_be_best,
+    readable,
+)
 
 
 def test_summary(tables):
     shown, notes = readable(tables["summary"], "summary")
-    heads = ["method", "parameters", "images", "failed", "speedup", "over lossless", "MAL"]
+    heads = ["method", "parameters", "images", "failed"]
+    heads += ["speedup", "over lossless", "MAL", "output", "emitted TV (at most)"]
     assert list(shown.columns) == [*heads, "CLIP score (tiny-clip)", "precision", "recall"]
     assert list(shown["speedup"]) == [
         "1.00x [1.00, 1.00]",
@@ -33,7 +41,9 @@ def test_the_summary_shows_distance_and_fid_in_place_of_other_quality(tables):
         "speedup",
         "over lossless",
         "MAL",
-        "distance",
+        "output",
+        "distance (at least)",
+        "emitted TV (at most)",
     ]
     assert list(readable(table, "summary").frame.columns) == heads
     shown, _ = readable(table.assign(fid=[10.0, 11.25, 12.0]), "summary")
@@ -41,7 +51,8 @@ def test_the_summary_shows_distance_and_fid_in_place_of_other_quality(tables):
     shown, _ = readable(
         table.assign(distance=None, clip_score=None, precision=None, recall=None), "summary"
     )
-    assert list(shown.columns) == heads[:-1]
+    heads.remove("distance (at least)")
+    assert list(shown.columns) == heads
 
 
 def test_features_are_named_in_the_head_or_in_a_column(tables):
@@ -96,6 +107,35 @@ def test_a_table_without_a_name_is_shown_whole():
     assert notes == ()
 
 
+@pytest.mark.parametrize(
+    ("distance", "high", "best"),
+    [
+        (0.002, 0.009, 2),  # near the target, by its whole interval
+        (0.002, 0.011, 1),
+        (0.009, None, 2),
+        (None, None, 1),  # not measured
+    ],
+)
+def test_the_best_figure_is_of_a_cell_near_the_target(tables, distance, high, best):
+    summary = tables["summary"].assign(
+        distance=[0.0, 0.001, distance], distance_high=[0.001, 0.002, high]
+    )
+    assert latex(summary, "summary").count(BEST_NOTE) == 1
+    near = may_be_best(summary)
+    assert best_of(["1.00x", "2.00x", "3.00x"], better="higher", among=near).index(True) == best
+    far = summary.assign(distance=0.5, distance_high=0.6)
+    assert not any(may_be_best(far))
+    assert not any(best_of(["1.00x", "2.00x", "3.00x"], better="higher", among=may_be_best(far)))
+
+
+def test_output_is_a_column_where_cells_differ_in_it(tables):
+    for name in ("summary", "speed", "quality"):
+        shown = readable(tables[name], name).frame
+        assert list(shown["output"]) == ["lossless", "lossless", "relaxed"], name
+    lossless = tables["summary"].head(2)
+    assert "output: lossless" in readable(lossless, "summary").notes
+
+
 def test_latex_is_ready_for_a_paper(tables):
     text = latex(
         tables["summary"].assign(
@@ -107,7 +147,7 @@ def test_latex_is_ready_for_a_paper(tables):
     remarks = [line for line in text.splitlines() if line.startswith("%")]
     _, _, head, _, *rows, _, _ = (line for line in text.splitlines() if line not in remarks)
     assert remarks[:2] == ["% 50%_a run", r"% needs \usepackage{booktabs}"]
-    assert r"\begin{tabular}{llrrr@{ }lrrrr}" in text
+    assert r"\begin{tabular}{llrrr@{ }lrrlrrr}" in text
     assert r"\toprule" in text
     assert r"\bottomrule" in text
     cells = [row.removesuffix(r" \\").split(" & ") for row in rows]
@@ -118,8 +158,8 @@ def test_latex_is_ready_for_a_paper(tables):
     speedups = [row[4:6] for row in cells]
     assert speedups == [
         [r"1.00$\times$", "[1.00, 1.00]"],
-        [r"2.09$\times$", ""],
-        [r"\textbf{3.25$\times$}", "[$-$2.50, 4.26]"],
+        [r"\textbf{2.09$\times$}", ""],  # the best of the lossless cells
+        [r"3.25$\times$", "[$-$2.50, 4.26]"],
     ]
     # CLIP score: a tie
     assert [row[-2].startswith(r"\textbf") for row in cells] == [True, True, False]

@@ -102,7 +102,11 @@ def test_pictures_have_figures_and_link_to_files(page_run, page):
     for picture in data["pictures"]:
         assert (page_run / picture["file"]).is_file()
         cell = data["cells"][picture["cell"]]
-        steps = {"AR": [1] * 15, "speculative (strict)": [2] * 7 + [1], "LANTERN++ λ=2": [3] * 5}
+        steps = {
+            "AR": [1] * 15,
+            "speculative (strict) (lossless)": [2] * 7 + [1],
+            "LANTERN++ λ=2 (relaxed)": [3] * 5,
+        }
         assert picture["steps"] == steps[cell["name"]]
         assert cell["drafts"] == (cell["name"] != "AR")
         assert (cell["map"] is not None) == cell["drafts"]
@@ -114,7 +118,7 @@ def test_pictures_have_figures_and_link_to_files(page_run, page):
 def test_page_has_a_chart_of_every_figure(page):
     figures = data_of(page)["figures"]
     names = {figure: [chart["name"] for chart in charts] for figure, charts in figures.items()}
-    metrics = ("clip_score", "prompt_accuracy")
+    metrics = ("emitted_tv", "clip_score", "prompt_accuracy")
     assert names == {
         "front": [f"{x}-quality-{y}" for x, y in product(("speed", "length"), metrics)],
         "depth": ["acceptance-by-depth"],
