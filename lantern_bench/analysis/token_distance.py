@@ -19,6 +19,7 @@ from lantern_bench.analysis.statistics import (
     sums_per_prompt,
     too_few_prompts,
 )
+from lantern_bench.analysis.tails import valid_p
 from lantern_bench.storage.schema import Row
 
 _RESAMPLES = 2_000
@@ -77,10 +78,40 @@ def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> Row:
     shift = distance(_compared(sums, names), by_prompt[0].denominator)
     figures |= shift.columns("distance")
     figures["note"] = shift.note
-    figures["distance_p"] = sums.total.p_value
+    figures["distance_p"] = p_value(
+        FeatureSums.of(columns.T, len(names)),
+        ranges=[row["feature_ranges"] for row in images],
+        tokens=tokens,
+    )
     if figures.get("impossible"):
         figures["distance_p"] = 0.0
     return figures
+
+
+def p_value(
+    images: FeatureSums, *, ranges: Sequence[Sequence[float] | None], tokens: Sequence[int]
+) -> float:
+    """Return the p-value of the sums of images, whose tail is valid if all ranges are recorded.
+
+    Args:
+        images: Sums of m features for each image.
+        ranges: For each image, how far a feature of a token could be above its mean, then how far
+            below; None in older scores.
+        tokens: Tokens of each image.
+    """
+    approximate = images.total.p_value
+    recorded = [values for values in ranges if values is not None]
+    if len(recorded) < len(ranges):
+        return approximate
+    above, below = np.split(np.array(recorded), 2, axis=1)
+    return valid_p(
+        approximate,
+        sums=images.sums,
+        variances=np.diagonal(images.covariance, axis1=-2, axis2=-1),
+        above=above,
+        below=below,
+        counts=np.array(tokens, dtype=float),
+    )
 
 
 def distance_of_image(row: Row) -> float | None:

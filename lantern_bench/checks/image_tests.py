@@ -18,7 +18,8 @@ from scipy.special import logsumexp
 from scipy.stats import norm, poisson
 from torch import Tensor
 
-from lantern_bench.analysis.token_distance import FeatureSums
+from lantern_bench.analysis.tails import valid_p
+from lantern_bench.analysis.token_distance import FeatureSums, p_value
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
@@ -50,12 +51,18 @@ class Evidence(NamedTuple):
 
     surprise: NDArray[np.float64]  # -log p(x) minus its mean, the entropy of p
     surprise_var: NDArray[np.float64]  # its variance under p
+    surprise_above: NDArray[np.float64]  # its largest value of a possible token
+    surprise_below: NDArray[np.float64]  # minus its smallest
     # (q - p) / (q + p) at x minus its mean; 0 without a drafter and at the first token
     lean: NDArray[np.float64]
     lean_var: NDArray[np.float64]
+    lean_above: NDArray[np.float64]
+    lean_below: NDArray[np.float64]
     # number of earlier images of the batch with the same token at this position, minus its mean
     alike: NDArray[np.float64]
     alike_var: NDArray[np.float64]
+    alike_above: NDArray[np.float64]
+    alike_below: NDArray[np.float64]
     ratio: NDArray[np.float64]  # q / p at x; 1 where `lean` is 0 and for tokens of `edge`
     at_edge: NDArray[np.float64]  # largest possible probability of a token of `edge`
     impossible: NDArray[np.bool_]  # the target cannot give the token
@@ -64,6 +71,42 @@ class Evidence(NamedTuple):
     # [B, m (m + 3) / 2]: sums of the m features of the distance (metrics/token_sums.py). Empty
     # under filters, at whose edge rounding would count.
     features: NDArray[np.float64]
+    ranges: NDArray[np.float64]  # [B, 2 m] of the features, or empty
+
+    def differences(self, name: str) -> Differences:
+        """Return the columns of `surprise`, `lean` or `alike`."""
+        endings = ("", "_var", "_above", "_below")
+        return Differences(*[getattr(self, name + ending) for ending in endings])
+
+
+class Differences(NamedTuple):
+    """Values of tokens minus their means under p, with variances and ranges: arrays [B, N]."""
+
+    values: NDArray[np.float64]
+    variances: NDArray[np.float64]
+    above: NDArray[np.float64]
+    below: NDArray[np.float64]
+
+    def where(self, mask: NDArray[np.bool_]) -> Differences:
+        """Return the differences of some tokens."""
+        return Differences(*[column[mask] for column in self])
+
+    @property
+    def p_value(self) -> float:
+        """The two-sided p-value of the sum of martingale differences."""
+        variance = float(self.variances.sum())
+        if variance <= 0:
+            return 1.0
+        z = abs(float(self.values.sum())) / variance**0.5
+        sums, variances, above, below = (column.reshape(-1, 1) for column in self)
+        return valid_p(
+            float(2 * norm.sf(z)),
+            sums=sums,
+            variances=variances,
+            above=above,
+            below=below,
+            counts=np.ones(sums.size),
+        )
 
 
 def evidence(
@@ -118,12 +161,16 @@ def evidence(
         variance = (p * (values - mean).square()).sum(dim=-1, keepdim=True)
         columns[name] = torch.where(outside, 0.0, values.gather(-1, x) - mean)
         columns[f"{name}_var"] = torch.where(outside, 0.0, variance)
+        possible = torch.where((p > 0) & ~outside, values - mean, 0.0)
+        columns[f"{name}_above"] = possible.amax(dim=-1, keepdim=True)
+        columns[f"{name}_below"] = -possible.amin(dim=-1, keepdim=True)
     positions = np.arange(tokens.shape[1])
     is_start = np.array([np.isin(positions, of_image) for of_image in starts])
     arrays: dict[str, Any] = {
         name: column.squeeze(-1).cpu().numpy() for name, column in columns.items()
     }
-    return Evidence(**arrays, starts=is_start, features=np.empty((len(tokens), 0)))
+    empty = np.empty((len(tokens), 0))
+    return Evidence(**arrays, starts=is_start, features=empty, ranges=empty)
 
 
 def _restricted(probabilities: Tensor, tokens: Tensor) -> Tensor:
@@ -199,7 +246,10 @@ def decoded_evidence(
         )
         if not decoding.top_k and decoding.top_p >= 1:
             rows = sums_along(target=target, forced=forced, q=q, decoding=decoding)
-            shown = shown._replace(features=np.array([row["feature_sums"] for row in rows]))
+            shown = shown._replace(
+                features=np.array([row["feature_sums"] for row in rows]),
+                ranges=np.array([row["feature_ranges"] for row in rows]),
+            )
         yield shown
 
 
@@ -218,21 +268,25 @@ def p_values(images: Evidence, depth: int) -> dict[str, float]:
         images: The evidence of images of one decoding.
         depth: Levels of its drafts.
     """
-    sums = {"surprise": (images.surprise, images.surprise_var)}
+    sums = {"surprise": images.differences("surprise")}
     has_drafter = (images.lean_var > 0).any()
     if has_drafter:
-        sums["bias toward the drafter"] = (images.lean, images.lean_var)
+        sums["bias toward the drafter"] = images.differences("lean")
     tests = {
         "support": float(not images.impossible.any()),
         "edge": float(poisson.sf(images.edge.sum() - 1, images.at_edge.sum())),
     }
-    for name, (values, variances) in sums.items():
-        tests[name] = _martingale(values, variances)
-    tests["alike in a batch"] = _martingale(images.alike, images.alike_var)
+    for name, differences in sums.items():
+        tests[name] = differences.p_value
+    tests["alike in a batch"] = images.differences("alike").p_value
     width = images.features.shape[1]
     if width:
         count = (math.isqrt(9 + 8 * width) - 3) // 2  # m, given m (m + 3) / 2
-        tests["distance"] = FeatureSums.of(images.features, count).total.p_value
+        tests["distance"] = p_value(
+            FeatureSums.of(images.features, count),
+            ranges=list(images.ranges),
+            tokens=[images.starts.shape[1]] * len(images.starts),
+        )
     if has_drafter:
         tests["bets on the drafter"] = _wager(images.ratio)
 
@@ -249,24 +303,12 @@ def p_values(images: Evidence, depth: int) -> dict[str, float]:
     return tests
 
 
-def _smallest_p(
-    sums: Iterable[tuple[NDArray[np.float64], NDArray[np.float64]]],
-    masks: Sequence[NDArray[np.bool_]],
-) -> float:
+def _smallest_p(sums: Iterable[Differences], masks: Sequence[NDArray[np.bool_]]) -> float:
     """The smallest p-value of every sum under every mask, corrected for their number."""
     several = []
-    for values, variances in sums:
-        several += [_martingale(values[mask], variances[mask]) for mask in masks]
+    for differences in sums:
+        several += [differences.where(mask).p_value for mask in masks]
     return min(1.0, len(several) * min(several))
-
-
-def _martingale(values: NDArray[np.float64], variances: NDArray[np.float64]) -> float:
-    """The two-sided p-value of the sum of martingale differences."""
-    variance = float(variances.sum())
-    if variance <= 0:
-        return 1.0
-    z = abs(float(values.sum())) / variance**0.5
-    return float(2 * norm.sf(z))
 
 
 def _wager(ratios: NDArray[np.float64]) -> float:

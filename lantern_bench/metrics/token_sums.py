@@ -203,6 +203,7 @@ def _sums_of_image(
 
     further: dict[str, Tensor] = {}
     chunks = []
+    ranges = []
     edge_tokens = 0
     step = max(1, _VALUES // logits.shape[1])
     for start in range(0, len(logits), step):
@@ -223,7 +224,9 @@ def _sums_of_image(
                 # The first token is never drafted.
                 drafted = torch.cat([p[:1], drafted])
             further["drafter_tilt"] = (drafted - p) / (drafted + p)
-        chunks.append(_sums(p, tokens[now, None], further.values(), is_drawn=is_drawn[now]))
+        summed, reached = _sums(p, tokens[now, None], further.values(), is_drawn=is_drawn[now])
+        chunks.append(summed)
+        ranges.append(reached)
 
     sums = torch.stack(chunks).sum(dim=0).tolist()
     drawn, impossible, entropy, largest, ten_largest, *of_features = sums
@@ -236,15 +239,19 @@ def _sums_of_image(
         "ten_largest_p": ten_largest / drawn,
         "features": " ".join(["surprise", "squared_surprise", *further]),
         "feature_sums": of_features,
+        "feature_ranges": torch.stack(ranges).amax(dim=0).tolist(),
     }
 
 
-def _sums(p: Tensor, x: Tensor, further: Iterable[Tensor], is_drawn: Tensor) -> Tensor:
-    """Return sums over tokens `x` [N, 1] drawn from p [N, V], as one vector.
+def _sums(
+    p: Tensor, x: Tensor, further: Iterable[Tensor], is_drawn: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return sums over tokens `x` [N, 1] drawn from p [N, V] as one vector, and ranges.
 
     First five sums over all drawn tokens: 1, p = 0, entropy, largest probability, ten largest
     probabilities. Then, over drawn tokens with p > 0, each feature minus its mean under p, and the
-    upper triangle of the covariance of the features under p.
+    upper triangle of the covariance of the features under p. The ranges are how far each feature of
+    a possible token can be above its mean, then how far below.
     """
     surprise = torch.where(p > 0, -p.log(), 0.0)
     entropy = (p * surprise).sum(dim=-1, keepdim=True)
@@ -259,10 +266,12 @@ def _sums(p: Tensor, x: Tensor, further: Iterable[Tensor], is_drawn: Tensor) -> 
     weighted = centred * (p * used[:, None])
     covariance = torch.einsum("inv,jnv->ij", weighted, centred)
     rows, columns = torch.triu_indices(len(f), len(f))
+    possible = torch.where(p > 0, centred, 0.0) * used[:, None]
+    ranges = torch.cat([possible.amax(dim=(1, 2)), -possible.amin(dim=(1, 2))])
 
     largest = p.topk(min(10, p.shape[1]), dim=-1).values
     totals = [is_drawn, is_drawn & ~is_possible]
     of_tokens = [entropy[:, 0], largest[:, 0], largest.sum(dim=-1)]
     totals += [torch.where(is_drawn, values, 0.0) for values in of_tokens]
     sums = [values.double().sum() for values in totals]
-    return torch.cat([torch.stack(sums), differences, covariance[rows, columns]])
+    return torch.cat([torch.stack(sums), differences, covariance[rows, columns]]), ranges

@@ -105,6 +105,7 @@ def run_with(prompts: int, **changes: Any) -> RunData:
             "ten_largest_p": 0.5,
             "features": "surprise squared_surprise",
             "feature_sums": [(-1.0) ** prompt, 0.0, 256.0, 0.0, 256.0],
+            "feature_ranges": None,
         }
         scores.append(row | changes)
     return run_of(records, scores)
@@ -130,6 +131,17 @@ def test_a_token_that_the_target_cannot_give_rejects_the_cell(
     figures = figures_of(run_with(4, **changes))
     assert figures["impossible"] == impossible
     assert (figures["distance_p"] == 0.0) is is_zero
+
+
+@pytest.mark.parametrize(("ranges", "is_far"), [(None, True), ([8.0, 8.0, 8.0, 8.0], False)])
+def test_the_tail_of_distance_p_is_valid_where_ranges_are_recorded(
+    ranges: list[float] | None, is_far: bool
+) -> None:
+    """Older scores have no ranges: their tail is that of chi-square."""
+    sums = [40.0, 0.0, 256.0, 0.0, 256.0]
+    figures = figures_of(run_with(4, feature_ranges=ranges, feature_sums=sums))
+    assert (figures["distance_p"] < 1e-4) is is_far
+    assert figures["distance_p"] <= 0.01
 
 
 def test_the_quality_table_says_how_many_prompts_an_interval_needs() -> None:

@@ -145,7 +145,7 @@ def test_a_filter_is_tested_although_every_position_has_a_token_at_its_edge(
     tests = p_values(shown, 0)
     print({name: f"{value:.2g}" for name, value in tests.items()}, shown.edge.mean())
     assert tests["support"] == 1.0
-    assert (min(tests.values()) < 1e-6) is broken
+    assert (min(tests.values()) < 1e-5) is broken  # the valid tail costs a factor of 100 or so
     unfiltered = torch.multinomial(moved[0].softmax(dim=-1), 1, generator=noise).T
     assert (
         p_values(

@@ -13,7 +13,7 @@ import torch
 from scipy.stats import kstest
 from torch import Tensor
 
-from lantern_bench.analysis.token_distance import FeatureSums, distance
+from lantern_bench.analysis.token_distance import FeatureSums, distance, p_value
 from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
@@ -79,6 +79,8 @@ def test_sums_are_those_of_the_definition(
         expected = np.zeros(3 + guided)
         entropy = 0.0
         covariance = np.zeros((3 + guided, 3 + guided))
+        above = np.zeros(3 + guided)
+        below = np.zeros(3 + guided)
         for position, x in enumerate(tokens[image].tolist()):
             cond = forced.logits.cond[image, position]
             uncond = (
@@ -100,6 +102,8 @@ def test_sums_are_those_of_the_definition(
                 values_of[v] = np.array([*feature, (q[v] - p[v]) / (q[v] + p[v])])
             mean = sum(p[v] * values_of[v] for v in possible)
             expected += values_of[x] - mean
+            above = np.max([above, *(values_of[v] - mean for v in possible)], axis=0)
+            below = np.max([below, *(mean - values_of[v] for v in possible)], axis=0)
             covariance += sum(
                 p[v] * np.outer(values_of[v] - mean, values_of[v] - mean) for v in possible
             )
@@ -107,6 +111,7 @@ def test_sums_are_those_of_the_definition(
         sums = sums_of([row])
         np.testing.assert_allclose(sums.sums[0], expected, atol=1e-5)
         np.testing.assert_allclose(sums.covariance[0], covariance, atol=1e-5)
+        np.testing.assert_allclose(row["feature_ranges"], [*above, *below], atol=1e-5)
         assert row["tokens"] == 5
         assert row["impossible_tokens"] == 0
         assert row["entropy"] == pytest.approx(entropy, abs=1e-6)
@@ -138,7 +143,8 @@ def test_p_values_of_2000_lossless_cells_are_uniform() -> None:
             each.reshape(200, 960, -1) for each in (p, tokens, information, (q - p) / (q + p))
         ]
         for of_p, x, *further in zip(*values, strict=True):
-            columns = scorer._sums(p=of_p, x=x, further=further, is_drawn=is_drawn)[5:].numpy()
+            summed, _ = scorer._sums(p=of_p, x=x, further=further, is_drawn=is_drawn)
+            columns = summed[5:].numpy()
             cells.append(FeatureSums.of(columns[None], 4))
     p_values = np.array([cell.total.p_value for cell in cells])
     assert kstest(p_values, "uniform").pvalue > 0.01
@@ -176,13 +182,15 @@ def test_24_images_tell_lambda_2_from_the_target(
     p_values = []
     for values in (strict, relaxed):
         condition, tokens, decoding = decoded(24, **values)
-        p_values.append(
-            sums_of(
-                token_sums(model=lanterns, condition=condition, tokens=tokens, decoding=decoding)
-            ).total.p_value
+        rows = token_sums(model=lanterns, condition=condition, tokens=tokens, decoding=decoding)
+        p = p_value(
+            sums_of(rows),
+            ranges=[row["feature_ranges"] for row in rows],
+            tokens=[row["tokens"] for row in rows],
         )
+        p_values.append(p)
     assert p_values[0] > 1e-3
-    assert p_values[1] < 1e-8
+    assert p_values[1] < 1e-9
 
 
 def test_sums_do_not_depend_on_batch_and_packed_weights(
