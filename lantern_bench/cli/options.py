@@ -84,7 +84,7 @@ def _option_of_setting(key: str, kind: Any) -> Any:
     text_kind: Any = bool if kind is bool else str
     if get_origin(kind) is tuple:
         text_kind = list[str]
-    rare = key in ("pool_devices", "neighbour_space")
+    rare = key in ("pool_devices", "redecode_disturbed", "neighbour_space")
     return option(key, text_kind, _SETTINGS_HELP[key], rare=rare)
 
 

@@ -42,6 +42,7 @@ KEYS_WITHOUT_EFFECT = (
     "processes",
     "threads",
     "pool_devices",
+    "redecode_disturbed",
 )
 
 

@@ -114,6 +114,11 @@ class Settings(BaseModel):
         title="Give one speedup over several kinds of device.",
         description=_SWITCH,
     )
+    redecode_disturbed: bool = Field(
+        default=True,
+        title="Decode disturbed images again, which favours cells with short images.",
+        description=_SWITCH,
+    )
     seed: Natural = Field(default=0, lt=2**63, title="Random seed.", description=NATURAL.allowed)
     device: str = Field(
         default="auto", pattern=DEVICE, title="auto, cpu, mps, cuda or cuda:N.", description=DEVICES
@@ -138,6 +143,11 @@ class Settings(BaseModel):
         title="Space of code distances: raw or normalised. Default: as published.",
         description="must be raw or normalised; if absent, it is as published for the model",
     )
+
+    @property
+    def redecodes(self) -> bool:
+        """Whether disturbed images are decoded again; only seconds gain by it."""
+        return self.redecode_disturbed and "speed" in self.metrics
 
 
 ALLOWED = {key: str(field.description) for key, field in Settings.model_fields.items()}

@@ -71,9 +71,7 @@ def decode_missing(request: Request, emit: Emit) -> None:
             )
             emit(Started.of(plan, missing))
             session = store.begin_session(prepare_seconds=prepare_seconds)
-            decoder = Decoder(
-                models, compute, session, repeat_disturbed="speed" in settings.metrics
-            )
+            decoder = Decoder(models, compute, session, settings.redecodes)
             _decode_batches(store, batches, decoder=decoder, emit=emit)
         finally:
             torch.set_num_threads(threads_before)

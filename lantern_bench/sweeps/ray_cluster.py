@@ -218,7 +218,7 @@ class Worker:
         if settings.threads is None:
             prepare_models(list(request.plan.batches()), models, emit=ignore_events)
             choose_threads_for(request.plan.tasks, models, emit=notes.append)
-        self.decoder = Decoder(models, compute, {}, repeat_disturbed="speed" in settings.metrics)
+        self.decoder = Decoder(models, compute, {}, settings.redecodes)
         key = key_fields(models, settings, compute, cells=request.plan.cells)
         return Ready(
             notes=notes,

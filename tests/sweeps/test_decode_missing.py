@@ -166,7 +166,7 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, tiny: Any, tmp_path: Path) -> Any
     """
 
     def run_disturbed(
-        lost: list[float], tokens: list[int], images: int, *, again: bool = True
+        lost: list[float], tokens: list[int], images: int, **settings: Any
     ) -> list[Any]:
         attempts = itertools.cycle(range(len(lost)))
 
@@ -204,7 +204,7 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, tiny: Any, tmp_path: Path) -> Any
 
         monkeypatch.setattr(decoder, "decode_batch", decode)
         monkeypatch.setattr(decoder.Decoder, "warm_up", lambda *_: [])
-        experiment, plan = tiny(metrics="speed" if again else "distance")
+        experiment, plan = tiny(**{"metrics": "speed"} | settings)
         part = replace(plan, tasks=plan.tasks[:images])
         decode_missing(request_of(tmp_path / "run", (experiment, part)), ignore_events)
         return read_records(tmp_path / "run")
@@ -241,9 +241,14 @@ def test_other_tokens_at_a_second_attempt_are_an_error(disturbed: Any) -> None:
     assert "gave other tokens" in row["error"]
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_a_busy_machine_adds_a_bounded_time(disturbed: Any, tmp_path: Path, *, again: bool) -> None:
-    rows = disturbed([0.5], [7], 18, again=again)
+@pytest.mark.parametrize(
+    ("settings", "again"),
+    [({}, True), ({"metrics": "distance"}, False), ({"redecode_disturbed": False}, False)],
+)
+def test_a_busy_machine_adds_a_bounded_time(
+    disturbed: Any, tmp_path: Path, settings: dict[str, Any], *, again: bool
+) -> None:
+    rows = disturbed([0.5], [7], 18, **settings)
     more = sum(row["attempts"] for row in rows) - len(rows)
     assert all(row["disturbed"] for row in rows)
     assert 1 <= more <= 0.25 * len(rows) + 1 if again else more == 0
