@@ -63,7 +63,7 @@ ONCE = (
     "q of the step before",
 )
 # The tables have no cache, and two equal images among 5,000 are not seen.
-OF_MODEL = ("cache of the first branch", "two images of a batch share bits")
+OF_MODEL = ("cache ", "two images of a batch share bits")
 
 
 def planted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,11 +17,32 @@ from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import Prompt
 from tests.checks.power import OF_MODEL, SETTINGS, plan
 from tests.decoding.test_engine import Small, decoded
-from tests.helpers.mistakes import mistakes_of, step_mistakes
+from tests.helpers.mistakes import (
+    Verified,
+    _eight_bits,
+    _rounded,
+    _warmer_q,
+    mistakes_of,
+    step_mistakes,
+)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The part of a draft tree that verification reads of q."""
+
+    q: Any
+
 
 CELLS = table_decodings()
 BAR = LEVEL / (4 * len(CELLS) + TESTS * 12)
-STALE = "q of the step before in 1 of 100 drafts"
+# Mistakes that need more images than the certificate has.
+SMALL = (
+    "q of the step before in 1 of 100 drafts",
+    "q at temperature 1.05",
+    "p and q rounded to bfloat16",
+    "uniform numbers of 8 bits",
+)
 # One decoding for each of the mistakes that are tested quickly; the others take long.
 FAST = {
     "residual left out": "static small-7",
@@ -32,6 +54,7 @@ FAST = {
     "q of other guidance at depth 2": "static small-7, filtered and guided",
     "accepted with p before filters": "static small-7, filtered and guided",
     "every two images of a batch share bits": "static small-7",
+    "uniform numbers of the step before in every other step": "static small-7",
 }
 # In these decodings a mistake changes nothing, or needs more images: docs/audit.md.
 UNSEEN = {
@@ -79,27 +102,50 @@ def test_the_tables_reject_each_mistake(name: str, setting: str) -> None:
 def test_the_tables_reject_every_mistake_in_every_decoding(setting: str) -> None:
     names = [mistake.name for mistake in mistakes_of(CELLS[setting], table_model())]
     for name in names:
-        if not name.startswith(OF_MODEL) and name != STALE and (name, setting) not in UNSEEN:
+        if not name.startswith((*OF_MODEL, *SMALL)) and (name, setting) not in UNSEEN:
             assert rejected_at(setting, name) < BAR
 
 
-def test_a_wrong_slot_of_the_cache_changes_the_logits_after_a_switch() -> None:
+def test_more_images_reject_a_q_of_a_slightly_higher_temperature() -> None:
+    assert rejected_at("static small-7", "q at temperature 1.05", images=4 * TABLE_IMAGES) < BAR
+
+
+def test_what_verification_reads_is_changed_as_the_mistake_says() -> None:
+    """Mistakes too small for the certificate are planted nevertheless."""
+    numbers = torch.rand(1, 2, 8, generator=torch.Generator().manual_seed(0))
+    tree = Tree(q=numbers / numbers.sum(dim=-1, keepdim=True))
+    read = Verified(tree, p=numbers.clone(), uniforms=numbers.clone())
+    for change in (_warmer_q, _rounded, _eight_bits):
+        change(read)
+    assert torch.equal(256 * read.uniforms, (256 * numbers).floor())
+    assert torch.equal(read.p, numbers.bfloat16().float())
+    warmer = tree.q ** (1 / 1.05)
+    expected = (warmer / warmer.sum(dim=-1, keepdim=True)).bfloat16().float()
+    torch.testing.assert_close(read.tree.q, expected)
+    assert not torch.equal(read.tree.q, tree.q)
+
+
+@pytest.mark.parametrize(
+    ("tree", "name"),
+    [
+        ([[0], [1], [0, 0], [1, 0]], "cache of the first branch after a switch"),
+        ([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], "cache slot wrong at depth 3"),
+    ],
+)
+def test_a_wrong_slot_of_the_cache_changes_the_logits(tree: list[list[int]], name: str) -> None:
     """The planted mistake is one: with it the logits of a real cache differ from those of a fresh
     forward.
     """
-    decoding = Decoding("speculative", tree=[[0], [1], [0, 0], [1, 0]], cfg_scale=1.5)
-    (mistake,) = [
-        mistake
-        for mistake in step_mistakes(decoding)
-        if mistake.name.startswith("cache of the first")
-    ]
+    decoding = Decoding("speculative", tree=tree, cfg_scale=1.5)
+    (mistake,) = [mistake for mistake in step_mistakes(decoding) if mistake.name == name]
     right = decoded(Small(), decoding, 3)
     with mistake.patched():
         wrong = decoded(Small(), decoding, 3)
-    first_ranks = []
-    for image in right:
-        first_ranks += [ranks[0] for ranks in image.trace.child_rank if ranks]
-    assert max(first_ranks) > 0
+    if name.startswith("cache of the first"):
+        first_ranks = []
+        for image in right:
+            first_ranks += [ranks[0] for ranks in image.trace.child_rank if ranks]
+        assert max(first_ranks) > 0
     pairs: Any = zip(right, wrong, strict=True)
     assert any(not torch.equal(a.logits, b.logits) for a, b in pairs)
 

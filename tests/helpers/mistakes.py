@@ -165,6 +165,15 @@ def step_mistakes(decoding: Decoding) -> list[Mistake]:
         mistakes.append(
             Mistake("q of the step before in 1 of 100 drafts", make=partial(_stale_q, share=0.01))
         )
+        mistakes.append(_verifying("q at temperature 1.05", _warmer_q))
+    if decoding.drafts:
+        mistakes.append(_verifying("p and q rounded to bfloat16", _rounded))
+        mistakes.append(_verifying("uniform numbers of 8 bits", _eight_bits))
+        mistakes.append(
+            Mistake("uniform numbers of the step before in every other step", make=_uniforms_again)
+        )
+        if max(map(len, decoding.paths), default=4) >= 3:
+            mistakes.append(Mistake("cache slot wrong at depth 3", patched=_third_slot_wrong))
     if decoding.paths and decoding.rule == "strict":
         if decoding.cfg_scale != 1 and any(len(path) > 1 for path in decoding.paths):
             mistakes.append(Mistake("q of other guidance at depth 2", make=_other_guidance))
@@ -211,6 +220,68 @@ def _noise_used_again(decoding: Decoding, target: Target, batch: int) -> DraftMe
     method.draft = with_noise
     method.verify = verified
     return method
+
+
+@dataclass
+class Verified:
+    """What verification reads, which a mistake may change."""
+
+    tree: Any
+    p: Tensor
+    uniforms: Tensor
+
+
+def _verifying(name: str, change: Callable[[Verified], None]) -> Mistake:
+    """A mistake in what verification reads."""
+
+    def make(decoding: Decoding, target: Target, batch: int) -> DraftMethod:
+        method: Any = drafting_of(decoding, target, batch)
+
+        def verified(
+            tree: Any, p: Tensor, *arguments: Any, uniforms: Tensor, **others: Any
+        ) -> Verdict:
+            read = Verified(tree, p.clone(), uniforms.clone())
+            change(read)
+            return verify(read.tree, read.p, *arguments, uniforms=read.uniforms, **others)
+
+        method.verify = verified
+        return method
+
+    return Mistake(name, make=make)
+
+
+def _warmer_q(read: Verified) -> None:
+    """Drafts are drawn at temperature 1, and verified with q at temperature 1.05."""
+    warmer = read.tree.q ** (1 / 1.05)
+    sums = warmer.sum(dim=-1, keepdim=True)
+    read.tree = replace(read.tree, q=warmer / sums.clamp_min(1e-30))
+
+
+def _rounded(read: Verified) -> None:
+    """The walk keeps p and q in bfloat16."""
+    read.p = read.p.bfloat16().float()
+    if read.tree.q is not None:
+        read.tree = replace(read.tree, q=read.tree.q.bfloat16().float())
+
+
+def _eight_bits(read: Verified) -> None:
+    """The uniform numbers are multiples of 1 / 256, rounded down."""
+    read.uniforms = (256 * read.uniforms).floor() / 256
+
+
+def _uniforms_again(decoding: Decoding, target: Target, batch: int) -> DraftMethod:
+    """Every other step decides with the uniform numbers of the step before."""
+    last: list[Tensor] = []
+
+    def change(read: Verified) -> None:
+        if last:
+            read.uniforms = last.pop()
+        else:
+            last.append(read.uniforms)
+
+    mistake = _verifying("", change)
+    assert mistake.make is not None
+    return mistake.make(decoding, target, batch)
 
 
 def _stale_q(decoding: Decoding, target: Target, batch: int, share: float) -> DraftMethod:
@@ -297,6 +368,21 @@ def _first_branch_kept() -> Iterator[None]:
             ),
             counts,
         )
+
+    with patch.object(KVCache, "keep", kept):
+        yield
+
+
+@contextlib.contextmanager
+def _third_slot_wrong() -> Iterator[None]:
+    """The draft at depth 3 stays in the cache as the draft at depth 2."""
+    keep = KVCache.keep
+
+    def kept(cache: KVCache, path: Tensor, counts: Tensor) -> None:
+        wrong = path.clone()
+        if path.shape[1] > 3:
+            wrong[:, 3] = torch.where(path[:, 3] > 0, path[:, 2], path[:, 3])
+        keep(cache, wrong, counts)
 
     with patch.object(KVCache, "keep", kept):
         yield
