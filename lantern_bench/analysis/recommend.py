@@ -34,8 +34,11 @@ LOSSLESS = "lossless"
 
 _MISS = 0.025  # probability that an interval of a figure beyond the limit keeps the limit
 
+# Figures beside every recommendation, whatever its condition is.
+_OF_TOKENS = ("distance", "emitted_tv")
+
 _COPIED = ["model", "cell_id", "images", "impossible"]
-for _name in (*SPEEDUPS, "distance"):
+for _name in (*SPEEDUPS, *_OF_TOKENS):
     _COPIED += [f"{_name}{_end}" for _end in ENDS]
 
 
@@ -128,7 +131,9 @@ def recommendation(
     """
     cells = speed["speed"].dropna(subset="speedup")
     ends = [f"{condition.quantity}{end}" for end in ENDS]
-    of_tokens = ["impossible", *(f"distance{end}" for end in ENDS)]
+    beside = ["impossible"]
+    for name in _OF_TOKENS:
+        beside += [f"{name}{end}" for end in ENDS]
     figures = one_row_per_cell(quality)
     if cells.empty or figures[condition.quantity].isna().all():
         missing = "a speedup" if cells.empty else condition.quantity
@@ -141,7 +146,7 @@ def recommendation(
     figures["images"] = scored.where(scored > 0, figures["images"])
 
     joined = cells.drop(columns="images").merge(
-        figures[["model", "cell_id", "images", *dict.fromkeys([*ends, *of_tokens])]], "left"
+        figures[["model", "cell_id", "images", *dict.fromkeys([*ends, *beside])]], "left"
     )
     ordered = joined.sort_values("speedup", ascending=False, kind="stable")
     rows: list[Row] = []

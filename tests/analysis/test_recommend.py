@@ -64,11 +64,12 @@ def run_with(
 
 
 def with_distances(tables: dict[str, Any], distances: dict[Decoding, float]) -> dict[str, Any]:
-    """The tables with distances, whose intervals reach 0.001 to either side."""
+    """The tables with distances and emitted TVs, whose intervals reach 0.001 to either side."""
     for cell, distance in distances.items():
         is_cell = tables["quality"]["cell_id"] == cell.cell_id
         ends = [distance, distance - 0.001, distance + 0.001]
-        tables["quality"].loc[is_cell, ["distance", "distance_low", "distance_high"]] = ends
+        for name in ("distance", "emitted_tv"):
+            tables["quality"].loc[is_cell, [name, f"{name}_low", f"{name}_high"]] = ends
     return tables
 
 
@@ -177,7 +178,8 @@ def test_a_score_shows_the_distance_and_impossible_tokens_beside_it() -> None:
     table = recommendation(tables, tables, condition_of(None, ("prompt_accuracy", 0.01)))
     row = table.iloc[0]
     assert row["verdict"] == "keeps"
-    assert (row["distance"], row["distance_low"], row["distance_high"]) == (0.4, 0.399, 0.401)
+    for name in ("distance", "emitted_tv"):
+        assert (row[name], row[f"{name}_low"], row[f"{name}_high"]) == (0.4, 0.399, 0.401)
     assert row["impossible"] == 0.002
 
 
