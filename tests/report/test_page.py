@@ -176,7 +176,7 @@ def test_a_click_on_the_front_selects_that_cell(tab: Any) -> None:
 def test_a_menu_changes_what_the_front_shows(tab: Any) -> None:
     menu = tab.locator("#front-menu")
     titles = []
-    for chart in (1, 3, 2, 0):
+    for chart in (2, 5, 4, 1):
         menu.select_option(str(chart))
         titles.append([tab.locator(f"#front .{axis}title").text_content() for axis in "xy"])
     assert ["accuracy" in y for _, y in titles] == [True, True, False, False]
