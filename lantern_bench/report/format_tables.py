@@ -309,7 +309,7 @@ def latex(
         cells = [_in_latex(text) for text in texts]
         if pd.api.types.is_numeric_dtype(rows[column]):
             kind = "r"
-            best = best_of(texts, better=BETTER.get(column), among=may_be_best(rows))
+            best = best_of(column, texts, among=may_be_best(rows))
             cells = _figures(texts, best)
         if any(" & " in cell for cell in cells):
             kind = "r@{ }l"
@@ -337,14 +337,19 @@ def may_be_best(table: pd.DataFrame) -> list[bool]:
     return (highest.le(MAX_DISTANCE) | (highest.isna() & is_lossless)).tolist()
 
 
-def best_of(texts: Sequence[str], *, better: str | None, among: Sequence[bool]) -> list[bool]:
+def best_of(column: str, texts: Sequence[str], among: Sequence[bool]) -> list[bool]:
     """Return which texts hold the best figure of a column; none where all figures look alike.
 
+    Figures that are 0 in every lossless cell have no best one: the smallest is sampling noise.
+
     Args:
-        texts: The figures as `figure_texts` writes them.
-        better: The good end of the column, as in `BETTER`.
+        column: The column.
+        texts: Its figures as `figure_texts` writes them.
         among: Which of them may be the best.
     """
+    better = BETTER.get(column)
+    if column in METRICS and METRICS[column].against_ar == "none":
+        better = None
     numbers = pd.Series(texts, dtype=object).str.extract(r"^([+-]?[\d.]+)")[0].astype(float)
     is_comparable = better is not None and numbers.nunique() > 1
     numbers = numbers.where(pd.Series(among, dtype=bool))

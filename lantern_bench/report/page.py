@@ -408,9 +408,7 @@ def _column(cells: pd.DataFrame, name: str) -> Plain:
     places = (figures - lowest) / (float(figures.max().max()) - lowest)
     bars = [None if np.isnan(ends).any() else ends for ends in places.to_numpy()]
     texts = figure_texts(cells, name)
-    best = best_of(texts, better=BETTER.get(name), among=may_be_best(cells))
-    if name in METRICS and METRICS[name].against_ar == "none":
-        best = [False] * len(texts)  # a figure that is 0 by definition in many cells
+    best = best_of(name, texts, among=may_be_best(cells))
     return {
         "head": head_of(name),
         "meaning": _MEANINGS[name],
