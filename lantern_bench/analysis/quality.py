@@ -44,13 +44,16 @@ class ProtocolScores(NamedTuple):
 def sort_scores(rows: Iterable[Row]) -> dict[str, ProtocolScores]:
     """Return the scores of pictures in the rows of `scores.jsonl`, by protocol in sorted order.
 
-    Of rows that score the same thing the last one counts.
+    Of rows that score the same thing the last one counts. Older rows have a KID of few images,
+    whose FID is withheld; it is left out, because one rule holds for both.
     """
     protocols: dict[str, ProtocolScores] = {}
     for row in rows:
         level = row["level"]
         if level == "tokens":
             continue
+        if level != "image" and row.get("fid") is None:
+            row = {name: value for name, value in row.items() if not name.startswith("kid")}
         scores = protocols.setdefault(row["protocol"], ProtocolScores({}, {}, {}))
         key = row["record_key"] if level == "image" else row["cell_id"]
         getattr(scores, level)[key] = row

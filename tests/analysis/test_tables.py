@@ -372,8 +372,8 @@ def test_unscored_cells_and_images_say_so():
 def test_last_score_counts():
     records = make_records()
     scores = make_scores(records)
-    tables = build_tables(records, [*scores, {**scores[-1], "kid": 0.5}])
-    assert tables["quality"]["kid"].iloc[-1] == 0.5
+    tables = build_tables(records, [*scores, {**scores[-1], "recall": 0.5}])
+    assert tables["quality"]["recall"].iloc[-1] == 0.5
 
 
 def test_parameters_as_text(tables):
