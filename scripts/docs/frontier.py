@@ -1,16 +1,15 @@
-"""Write the tables of docs/frontier.md: speed on two devices and quality of every mode.
+"""Write the tables of docs/frontier.md. Each table is made from one run of results/reference.
 
     python -m scripts.docs.frontier
 
-The tables are made from the runs in results/reference: `frontier` (a CPU), `frontier-h100` (a GPU),
-`quality` (512 pictures per cell) and `distance`, where it was run. The text outside the markers is
-written by hand.
+The text outside the markers is written by hand.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -19,67 +18,88 @@ from scripts.docs.prediction_tables import REFERENCE
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "frontier.md"
-DISTANCE = ["distance", "distance_low", "distance_high", "distance_p"]
-SIGNIFICANT = 0.001
-_HEAD = ["cell", "MAL", "one core", "H100", "distance x 1000", "FID"]
+SIGNIFICANT = 0.001  # of `distance_p`, which is corrected for the number of cells
 
 
-def cells() -> pd.DataFrame:
-    """Return one row per timed cell with the figures of all runs.
-
-    MAL is taken from the run with most images.
-    """
-    runs = {name: _table(name, "speed") for name in ("quality", "frontier", "frontier-h100")}
-    names = pd.concat(_table(name, "summary")[["method", "parameters"]] for name in runs)
-    rows = pd.concat(runs.values())
-    table = rows[~rows.index.duplicated()].join(names[~names.index.duplicated()])
-    for name in ("frontier", "frontier-h100"):
-        table = table.join(runs[name]["speedup"].rename(f"speedup {name}"))
-    table = table.join(
-        _table("quality", "quality")[["fid", "fid_verdict", "precision", "precision_verdict"]]
-    )
-    if (REFERENCE / "distance" / "summary.csv").exists():
-        table = table.join(_table("distance", "summary")[DISTANCE])
-    else:
-        table[DISTANCE] = float("nan")
-    timed = table[["speedup frontier", "speedup frontier-h100"]].notna().any(axis=1)
-    return table[timed & (table["seed_set"] == 0)]
+def speed_table(run: str) -> str:
+    """Speed and distance of every cell of a run, from the slowest to the fastest."""
+    lines = ["| cell | output | MAL | speedup | distance x 1000 |", "|---|---|---|---|---|"]
+    for row in rows_of(run, "speedup"):
+        speedup = "{speedup:.2f} [{speedup_low:.2f}, {speedup_high:.2f}]".format_map(row)
+        cells = [
+            name_of(row),
+            "lossless" if RULES[row["rule"]].lossless else "relaxed",
+            f"{row['mean_accepted_length']:.2f}",
+            speedup,
+            distance_of(row),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
-def _table(run: str, kind: str) -> pd.DataFrame:
-    return pd.read_csv(REFERENCE / run / f"{kind}.csv").set_index("cell_id")
+def fid_table(run: str) -> str:
+    """MAL and FID of every cell of a run, from few tokens a step to many."""
+    lines = ["| cell | output | MAL | FID |", "|---|---|---|---|"]
+    for row in rows_of(run, "mean_accepted_length"):
+        if row["seed_set"] != 0:
+            continue
+        fid = f"{row['fid']:.1f}"
+        cells = [
+            name_of(row),
+            "lossless" if RULES[row["rule"]].lossless else "relaxed",
+            f"{row['mean_accepted_length']:.2f}",
+            f"**{fid}**" if row["fid_verdict"] == "outside" else fid,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
-def rendered(table: pd.DataFrame) -> str:
-    """The rows of a table of the page, from few tokens a step to many."""
-    lines = [_HEAD]
-    for row in table.sort_values("mean_accepted_length").to_dict("records"):
-        parameters = "" if pd.isna(row["parameters"]) else row["parameters"].replace(" k=100", "")
-        speedups = [_figure(row[f"speedup {run}"], ".2f") for run in ("frontier", "frontier-h100")]
-        distance = _figure(1000 * row["distance"], "z.1f", bold=row["distance_p"] < SIGNIFICANT)
-        fid = _figure(row["fid"], ".1f", bold=row["fid_verdict"] == "outside")
-        cell = f"{row['method']} {parameters}".strip()
-        lines.append([cell, f"{row['mean_accepted_length']:.2f}", *speedups, distance, fid])
-    head, *body = (f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{head}{'|---' * len(_HEAD)}|\n{''.join(body)}"
+TABLES = {
+    "frontier-h200": speed_table,
+    "frontier": speed_table,
+    "quality": fid_table,
+}
 
 
-def _figure(value: float, form: str, *, bold: bool = False) -> str:
-    text = "" if pd.isna(value) else f"{value:{form}}"
-    return f"**{text}**" if text and bold else text
+def rows_of(run: str, order: str) -> list[dict[str, Any]]:
+    """The cells of a run with the columns of all its tables, sorted by one of them."""
+    table = pd.read_csv(REFERENCE / run / "speed.csv")
+    for name in ("summary", "quality"):
+        path = REFERENCE / run / f"{name}.csv"
+        if path.exists():
+            other = pd.read_csv(path)
+            new = [column for column in other if column not in table]
+            table = table.merge(other[["cell_id", *new]], on="cell_id", how="left")
+    rows: list[dict[str, Any]] = table.sort_values(order, kind="stable").to_dict("records")
+    return rows
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """The name of a cell: method and parameters."""
+    parameters = "" if pd.isna(row["parameters"]) else row["parameters"]
+    return f"{row['method']} {parameters}".strip()
+
+
+def distance_of(row: dict[str, Any]) -> str:
+    """The distance of a cell and its interval, in thousandths; empty where it was not measured."""
+    if pd.isna(row.get("distance")):
+        return ""
+    estimate = f"{1000 * row['distance']:z.1f}"
+    if row["distance_p"] < SIGNIFICANT:
+        estimate = f"**{estimate}**"
+    low = 1000 * row["distance_low"]
+    high = 1000 * row["distance_high"]
+    return f"{estimate} [{low:z.1f}, {high:z.1f}]"
 
 
 def render(page: str) -> str:
-    """Return the text of the page with its two tables made anew."""
-    table = cells()
-    lossless = table["rule"].map(lambda rule: RULES[rule].lossless)
-    for name, rows in (("lossless", table[lossless]), ("relaxed", table[~lossless])):
+    """Return the text of the page with its tables made anew."""
+    for run, table in TABLES.items():
         between = re.compile(
-            rf"(<!-- {name}: python -m scripts.docs.frontier -->\n).*?(<!-- end -->)", re.DOTALL
+            rf"(<!-- {run}: python -m scripts.docs.frontier -->\n).*?(<!-- end -->)", re.DOTALL
         )
-        page = between.sub(
-            lambda match, rows=rows: f"{match[1]}\n{rendered(rows)}\n{match[2]}", page
-        )  # type: ignore[misc]
+        text = table(run)
+        page = between.sub(lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}", page)  # type: ignore[misc]
     return page
 
 

@@ -2,12 +2,11 @@
 
     python -m scripts.docs.pictures [NAME...]          # all: `make screenshots`
 
-`frontier.png` shows the speeds of the run `frontier-h100` against the distances of the run
-`distance`, joined by cell. Distances depend on tokens only. Without that run it shows the FID of
-`quality`. The other pictures are made from the page of the reference run: a screenshot of its
-charts; `all-cells.png`, some captions in all cells; and `family.png`, rendered scenes, their
-reconstructions by the bundled tokenizer, and `ar` pictures of the same captions. sources.json says
-which files each picture was made from.
+`frontier.png` shows the speeds of the run `frontier-h200` against its distances. The other pictures
+are made from the page of the reference run: a screenshot of its charts; `all-cells.png`, some
+captions in all cells; and `family.png`, rendered scenes, their reconstructions by the bundled
+tokenizer, and `ar` pictures of the same captions. sources.json says which files each picture was
+made from.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ import numpy as np
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageDraw, ImageFont
 
-from lantern_bench.methods.catalog import METRICS
 from lantern_bench.models.families.lanterns.modules import load_tokenizer
-from lantern_bench.report.charts import Tables, curve_tables, fronts, run_styles
+from lantern_bench.report.charts import curve_tables, fronts, run_styles
 from lantern_bench.report.draw import save_figure, to_matplotlib
 from lantern_bench.storage.run_directory import load_runs
 from lantern_bench.utils.files import file_sha256
@@ -58,24 +56,22 @@ _GAP = 4
 
 
 def frontier(out: Path) -> list[Path]:
-    """Draw speed against distance, or FID, of the best measured device; return the tables used."""
-    runs = [REFERENCE / "frontier-h100", REFERENCE / "distance"]
-    figure = "distance"
-    if not runs[1].exists():
-        runs = [runs[0], REFERENCE / "quality"]
-        figure = "fid"
-    speed, quality = (curve_tables(run) for run in load_runs(runs, tables_suffice=True).values())
-    tables = {"": joined(speed, quality, figure)}
-    chart = next(chart for chart in fronts(tables) if chart.name == f"speed-quality-{figure}")
-    # The run has one process: its intervals do not hold for another.
-    points = chart.points.assign(speedup_low=np.nan, speedup_high=np.nan)
-    chart = replace(chart, points=points, x_title="speedup over AR on an H100, one process")
+    """Draw speed against distance of every cell of the run on a GPU; return the tables used."""
+    folder = REFERENCE / "frontier-h200"
+    (run,) = load_runs([folder]).values()
+    tables = {"": curve_tables(run)}
+    chart = next(chart for chart in fronts(tables) if chart.name == "speed-quality-distance")
+    points = chart.points
+    chart = replace(chart, x_title="speedup over AR on an H200")
     picture = to_matplotlib(chart, run_styles(tables))
     axes = picture.axes[0]
     axes.set_yscale("symlog", linthresh=0.02)  # most cells are below: they get half of the height
     axes.set_ylim(-0.005, 0.5)
     axes.set_yticks([0, 0.01, 0.1, 0.3], ["0", "0.01", "0.1", "0.3"])
-    for point in points[~points["dominated"] | (points["mode"] == "ar")].itertuples():
+    speed = tables[""]["speed"]
+    fastest = speed.loc[speed["speedup"].idxmax()]
+    named = points["cell_id"].isin(["ar-t1", fastest["cell_id"], fastest["lossless_cell"]])
+    for point in points[named].itertuples():
         axes.annotate(
             point.label,
             (point.speedup, point.distance),
@@ -84,23 +80,7 @@ def frontier(out: Path) -> list[Path]:
             ha="right",
         )
     save_figure(picture, out, dpi=160, bbox_inches="tight", metadata={"Software": None})
-    return [runs[0] / "speed.csv", runs[1] / "quality.csv"]
-
-
-def joined(speed: Tables, quality: Tables, figure: str) -> Tables:
-    """Give the cells of `speed` the figure of the same cell of `quality`."""
-    scorer = METRICS[figure].scored_by
-    names = [
-        name
-        for name in map(str, quality["quality_with_speed"])
-        if name == scorer or f"{name}_".startswith(f"{figure}_")
-    ]
-    figures = quality["quality_with_speed"].drop_duplicates("cell_id").set_index("cell_id")[names]
-    cells = speed["quality_with_speed"].drop(columns=names).join(figures, on="cell_id")
-    return {
-        **speed,
-        "quality_with_speed": cells[[str(name) for name in speed["quality_with_speed"]]],
-    }
+    return [folder / "speed.csv", folder / "quality.csv"]
 
 
 def pictures_of(page: Path) -> tuple[list[str], list[str], dict[tuple[int, int], Image.Image]]:

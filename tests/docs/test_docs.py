@@ -15,8 +15,6 @@ import pandas as pd
 import pytest
 import yaml
 
-from lantern_bench.report.charts import curve_tables
-from lantern_bench.storage.run_directory import load_runs
 from lantern_bench.utils.files import file_sha256
 from scripts.docs import audit as make_audit
 from scripts.docs import frontier as make_frontier
@@ -169,21 +167,6 @@ def test_every_picture_names_its_runs() -> None:
         json.loads(make_pictures.SOURCES.read_text(encoding="utf-8")).keys()
         == make_pictures.DRAWN.keys()
     )
-
-
-def test_the_picture_of_the_frontier_joins_speed_and_quality_by_cell() -> None:
-    runs = load_runs(
-        [make_pictures.REFERENCE / name for name in ("frontier-h100", "quality")],
-        tables_suffice=True,
-    )
-    speed, quality = map(curve_tables, runs.values())
-    cells = make_pictures.joined(speed, quality, "fid")["quality_with_speed"].set_index("cell_id")
-    assert cells["speedup"].tolist() == speed["speed"]["speedup"].tolist()
-    fid = quality["quality"].set_index("cell_id")["fid"]
-    assert cells["fid"].dropna().to_dict() == {
-        cell: fid[cell] for cell in cells.index if cell in fid
-    }
-    assert "scd-jacobi-w32-maximal-t1" in cells.index
 
 
 def import_layers() -> list[str]:
