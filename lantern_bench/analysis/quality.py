@@ -52,12 +52,17 @@ def sort_scores(rows: Iterable[Row]) -> dict[str, ProtocolScores]:
         level = row["level"]
         if level == "tokens":
             continue
-        if level != "image" and row.get("fid") is None:
-            row = {name: value for name, value in row.items() if not name.startswith("kid")}
         scores = protocols.setdefault(row["protocol"], ProtocolScores({}, {}, {}))
         key = row["record_key"] if level == "image" else row["cell_id"]
-        getattr(scores, level)[key] = row
+        getattr(scores, level)[key] = row if level == "image" else _without_small_kid(row)
     return dict(sorted(protocols.items()))
+
+
+def _without_small_kid(row: Row) -> Row:
+    """The scores of a cell; without KID where FID is withheld."""
+    if row.get("fid") is not None:
+        return row
+    return {name: value for name, value in row.items() if not name.startswith("kid")}
 
 
 def quality_rows(
