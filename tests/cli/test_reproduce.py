@@ -226,7 +226,7 @@ def test_a_run_is_scored_again_by_its_protocol(
     [
         (["--protocol", "lantern-cocoa"], 2, "did you mean lantern-coco?"),
         (["--protocol", "lantern-coco"], 3, "weights-inception-2015-12-05-6726825d.pth"),
-        (["--protocol", "image-reward"], 3, "ImageReward is not installed"),
+        (["--protocol", "image-reward"], 3, "has ImageReward.pt (scoring downloads nothing)"),
         (["--protocol", "hpsv2"], 3, "HPS_v2.1_compressed.pt"),
         (["--reference", "nowhere"], 2, "--reference nowhere: no such folder or file"),
     ],

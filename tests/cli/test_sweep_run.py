@@ -69,7 +69,7 @@ def test_same_command_resumes_unless_no_resume(tiny, tiny_run, capsys) -> None:
     written = capsys.readouterr().out
     assert "speedup" in written
     assert "1.00x" in written
-    assert "needs 3 processes" in written
+    assert "no interval: 3 of the 4 prompts" in written
     assert {row["record_key"] for row in read_records(Path("run-2"))} == keys
 
 
