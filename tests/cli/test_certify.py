@@ -34,8 +34,10 @@ def rows(path: str) -> list[dict[str, str]]:
 
 
 DRAFTS = ["jacobi w4", "pac w4x2x2-maximal", "hybrid w4d2-row-maximal", "dynamic 10n2d5b"]
-CHAINS = ["static chain-5, block", "jacobi w4, block"]
-CELLS = ["static small-7", *DRAFTS, *CHAINS, "static small-7, traversal"]
+COUPLED = ["jacobi w4-maximal, block", "hybrid w4d2-row-maximal, block"]
+CHAINS = ["static chain-5, block", "jacobi w4, block", *COUPLED]
+PAC = "pac w4x2x1-maximal, traversal"
+CELLS = ["static small-7", *DRAFTS, *CHAINS, "static small-7, traversal", PAC]
 
 
 def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +45,7 @@ def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -
     certificate = rows("results/certify-tiny/certificate.csv")
     written = capsys.readouterr()
     assert written.out.splitlines()[0].startswith("model,check,setting,figure,measured")
-    assert "10 trials (2 on tables, 8 with tiny): about " in written.err
+    assert "13 trials (2 on tables, 11 with tiny): about " in written.err
     assert written.err.count("certificate") == 2, "progress is one task"
     of_check = {
         check: [row for row in certificate if row["check"].startswith(check)]
@@ -56,7 +58,7 @@ def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -
     assert {row["n"] for row in of_check["table"]} == {"2000"}
     assert [row["setting"] for row in of_check["whole"]] == CELLS
     assert {row["n"] for row in of_check["whole"]} == {"8"}
-    assert [row["check"] for row in certificate[10:]] == ["greedy identity"] * 5
+    assert [row["check"] for row in certificate[13:]] == ["greedy identity"] * 5
     assert {row["passed"] for row in certificate} == {"yes"}
     tests = rows("results/certify-tiny/lossless_tests.csv")
     assert len(tests) == 2 * 4 + TESTS * len(CELLS)
@@ -74,7 +76,7 @@ def test_thorough_tests_the_model_under_every_filter() -> None:
         if row["check"].startswith("whole")
     ]
     siblings = "static own-3-af3235"
-    narrow = [CELLS[0], siblings, *DRAFTS, *CHAINS, CELLS[-1], f"{siblings}, traversal"]
+    narrow = [CELLS[0], siblings, *DRAFTS, *CHAINS, CELLS[-2], f"{siblings}, traversal", PAC]
     assert [row["setting"] for row in whole] == [*CELLS, *(f"{cell}, top-k 3" for cell in narrow)]
     assert {row["n"] for row in whole} == {"64"}
 

@@ -187,7 +187,7 @@ def test_a_missing_residual_is_rejected(values: dict[str, Any]) -> None:
 def test_emitted_tv_of_lossless_images_is_0_on_average(values: dict[str, Any]) -> None:
     model = TabularModel(VOCABULARY, LENGTH, seed=2)
     if Decoding(**values).emitted_tv_problem is not None:
-        assert values["rule"] in ("block", "traversal")
+        assert Decoding(**values).rule in ("block", "traversal")
         assert all(
             image.trace.emitted_tv is None for image in images_of(model, Decoding(**values), 5)
         )

@@ -177,7 +177,7 @@ def test_a_step_copies_once_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Tensor, "item", counted("item", Tensor.item))
     monkeypatch.setattr(ImageState, "commit", step)
     decoded(Small(), Decoding(**CELLS["greedy"]), 1)
-    at_the_end = 9  # the six columns of the trace, two that follow from them, and their lengths
+    at_the_end = 10  # the seven columns of the trace, two that follow from them, and their lengths
     assert counts["steps"] > 3
     assert counts["tolist"] == counts["steps"] + at_the_end
     assert counts["item"] == 0

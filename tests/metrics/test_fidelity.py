@@ -125,8 +125,8 @@ def test_figures_worsen_with_the_pictures_and_lie_in_their_intervals() -> None:
     ("n", "measured", "notes"),
     [
         (255, ["fid", "kid"], ["precision and recall need 256 images; there are 255"]),
-        (31, ["kid"], ["fid needs 32 images, twice its features; there are 31"]),
-        (4, [], ["kid needs 5 images; there are 4"]),
+        (31, [], ["fid and kid need 32 images, twice its features; there are 31"]),
+        (4, [], ["fid and kid need 32 images, twice its features; there are 4"]),
     ],
 )
 def test_few_pictures_have_few_figures(n: int, measured: list[str], notes: list[str]) -> None:

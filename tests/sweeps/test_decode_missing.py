@@ -96,6 +96,7 @@ def test_every_image_has_a_complete_record_and_picture(tiny_run: Path) -> None:
     may_be_empty = PARAMETERS.keys() - {"mode", "drafting", "rule", *SAMPLING}
     may_be_empty |= {
         "error",
+        "emitted_tv",  # of rules that decide on whole chains and trees
         "peak_memory_bytes",
         "prompt_source",
         "driver",

@@ -160,13 +160,18 @@ class Checkpoint(dict[str, Tensor]):
         return UserError(f"{self.path}: is not {wanted}: {reason}", advice)
 
 
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor; torch compares no values of eight bits."""
+    return tensor.flatten().view(torch.uint8)
+
+
 def _are_equal(some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
     """Return whether two state dicts have the same tensors."""
     values = [*some.values(), *others.values()]
     if some.keys() != others.keys() or not all(isinstance(value, Tensor) for value in values):
         return False
     return all(
-        tensor.dtype == others[name].dtype and torch.equal(tensor, others[name])
+        tensor.dtype == others[name].dtype and torch.equal(_bytes(tensor), _bytes(others[name]))
         for name, tensor in some.items()
     )
 
