@@ -395,10 +395,9 @@ def settle(
         names: The words for an interval inside the limits and for one outside.
 
     Returns:
-        One of the names, or `not settled` with the fewest images that may settle it with 80% power.
-        How many it takes depends on the distance of the true figure from the limits. An interval
-        that is not settled contains a limit, so the number of images has no upper bound. Its lower
-        bound is that of the most favourable figure in the interval.
+        One of the names, or `not settled: more than n images`. With n images, the verdict would
+        have 80% power if the true figure were the value in the interval that is easiest to tell
+        from the limits. There is no upper bound, because the true figure may be at a limit.
     """
     value, lowest, highest = figure[:3]
     if value is None or lowest is None or highest is None:

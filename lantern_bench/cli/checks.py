@@ -98,7 +98,7 @@ def check_model(
     for remark in loaded.remarks:
         console.warn(remark)
     if loaded.stand_in is not None and reference is None:
-        console.say(f"{model}: its text encoder is not here; random features stand for the prompts")
+        console.say(f"{model}: its text encoder is missing; random features replace the prompts")
         loaded.condition = loaded.stand_in
         loaded.prepare = lambda _prompts: iter(())
     results = check_model_module.check_model(

@@ -184,7 +184,7 @@ def _command(words: Sequence[str], arguments: Sequence[str]) -> int:
 
 def _as_recorded(arguments: Sequence[str]) -> str:
     """Return the command line for manifests, which name no folder of this machine."""
-    words = [re.sub(r"(^|[=:@])/.*/", r"\1", word) for word in arguments]
+    words = [re.sub(r"(^|[=:@])/(?!/).*/", r"\1", word) for word in arguments]
     return shlex.join(["lantern-bench", *words])
 
 

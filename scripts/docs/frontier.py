@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from lantern_bench.methods.catalog import RULES
+from lantern_bench.methods.catalog import output_of
 from scripts.docs.prediction_tables import REFERENCE
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def speed_table(run: str) -> str:
         speedup = "{speedup:.2f} [{speedup_low:.2f}, {speedup_high:.2f}]".format_map(row)
         cells = [
             name_of(row),
-            "lossless" if RULES[row["rule"]].lossless else "relaxed",
+            str(output_of(row["drafting"], row["rule"])),
             f"{row['mean_accepted_length']:.2f}",
             speedup,
             distance_of(row),
@@ -46,7 +46,7 @@ def fid_table(run: str) -> str:
         fid = f"{row['fid']:.1f}"
         cells = [
             name_of(row),
-            "lossless" if RULES[row["rule"]].lossless else "relaxed",
+            str(output_of(row["drafting"], row["rule"])),
             f"{row['mean_accepted_length']:.2f}",
             f"**{fid}**" if row["fid_verdict"] == "outside" else fid,
         ]

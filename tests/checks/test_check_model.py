@@ -244,7 +244,7 @@ def test_llamagen_is_checked_without_its_text_encoder(
     written = capsys.readouterr()
     results = [line.split(",")[1] for line in written.out.splitlines()[1:]]
     assert results == ["none", *["pass"] * 5]
-    assert written.err.count("random features stand for the prompts") == (kind == "t2i")
+    assert written.err.count("random features replace the prompts") == (kind == "t2i")
 
 
 def test_logits_of_captions_need_the_text_encoder(

@@ -489,3 +489,19 @@ def test_scoring_a_run_without_its_pictures_is_refused(results, capsys):
     for protocol in ([], ["--protocol", "lantern-coco"]):
         assert cli.main(["score", str(results / "second"), *protocol]) == 3
         assert "pictures is here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "recorded"),
+    [
+        (["sweep", "--out", "/data/runs/a"], "lantern-bench sweep --out a"),
+        (
+            ["sweep", "--out=/data/a", "--prompts", "coco:/x/y.json"],
+            "lantern-bench sweep --out=a --prompts coco:y.json",
+        ),
+        (["sweep", "--ray", "ray://host:10001"], "lantern-bench sweep --ray ray://host:10001"),
+        (["sweep", "runs/mine.yaml"], "lantern-bench sweep runs/mine.yaml"),
+    ],
+)
+def test_a_recorded_command_names_no_folder_of_the_machine(typed, recorded):
+    assert cli._as_recorded(typed) == recorded

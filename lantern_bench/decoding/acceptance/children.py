@@ -109,8 +109,8 @@ def accept_children(children: Children, rule: ConfiguredRule) -> Acceptance:
 
         tv = residual.reject(draft, decision, tried)
         # Where tv is TV(p, q), a rejection takes 1 off (docs/algorithms.md, section 6.3).
-        is_direct = isinstance(decision.removal, Tensor)
-        emitted_tv[0, :n, rank] = torch.where(tried, tv if is_direct else tv - 1.0, 0.0)
+        if_rejected = tv if decision.is_by_probability else tv - 1.0
+        emitted_tv[0, :n, rank] = torch.where(tried, if_rejected, 0.0)
         emitted_tv[1, :n, rank] = torch.where(tried, tv, 0.0)
     return Acceptance(
         accept=accept,
@@ -173,8 +173,7 @@ class Residual:
         x = draft.token[:, None]
         if self.q is not None:
             return self._reject_sampled(x, decision, tried[:, None])
-        is_direct = isinstance(decision.removal, Tensor)
-        tv = decision.neighbour_mass if is_direct else 1.0 - draft.p_x
+        tv = decision.neighbour_mass if decision.is_by_probability else 1.0 - draft.p_x
         self._reject_deterministic(x, decision, tried[:, None])
         return tv
 
@@ -190,8 +189,8 @@ class Residual:
         q = self.q[:n]
         removed = q / self._q_sum[:n] * decision.removal
         residual = (p - removed).clamp_min_(0.0)
-        is_direct = isinstance(decision.removal, Tensor)
-        tv = (removed - p).clamp_min(0.0).sum(dim=1) if is_direct else residual.sum(dim=1)
+        over = (removed - p).clamp_min(0.0) if decision.is_by_probability else residual
+        tv = over.sum(dim=1)
         near = decision.neighbours
         if near is not None:
             kept = p.gather(1, near.tokens) if self.keeps_neighbours else 0.0

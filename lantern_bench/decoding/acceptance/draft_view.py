@@ -166,3 +166,8 @@ class Decision:
     neighbours: Neighbours | None = None  # the tokens that x takes it from; None: no rule for them
     # the part of each token's q that acceptance uses up: [n, V], or one number for all
     removal: Tensor | float = 1.0
+
+    @property
+    def is_by_probability(self) -> bool:
+        """Whether the removal is f of each token: `emitted_tv` then sums (q f - p)+."""
+        return isinstance(self.removal, Tensor)

@@ -161,7 +161,7 @@ class Checkpoint(dict[str, Tensor]):
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor; torch compares no values of eight bits."""
+    """The bytes of a tensor: torch cannot compare float8."""
     return tensor.flatten().view(torch.uint8)
 
 
@@ -207,7 +207,7 @@ def open_checkpoint(
         for name in read:
             place = places.get(name, file)
             if name in tensors:
-                raise _misplaced(file, name, "which stands in another file of the folder too")
+                raise _misplaced(file, name, "which another file of the folder also holds")
             if place != file:
                 raise _misplaced(file, name, f"which the index places in {place.name}")
         tensors |= read
@@ -322,7 +322,7 @@ def _shards(index: Path) -> dict[str, Path]:
 
 
 def _misplaced(file: Path, name: str, where: str) -> UserError:
-    """Return the error for a tensor that stands in two shards, or not where the index says."""
+    """Return the error for a tensor in two shards, or in another shard than the index says."""
     return UserError(
         f"{file}: holds {name}, {where}",
         "One of the files is of another version. Download the folder again.",

@@ -139,7 +139,7 @@ def test_a_tensor_stands_where_the_index_says_and_once(tmp_path: Path) -> None:
     stale = {"a.weight": STATE["a.weight"] + 1}
     save_file({"a.weight": STATE["a.weight"]}, tmp_path / "1.safetensors")
     save_file({"b.bias": STATE["b.bias"]} | stale, tmp_path / "2.safetensors")
-    message = r"2\.safetensors: holds a\.weight, which stands in another file of the folder too"
+    message = r"2\.safetensors: holds a\.weight, which another file of the folder also holds"
     with pytest.raises(UserError, match=message):
         open_checkpoint(tmp_path)
     save_file({"x": torch.ones(1)}, tmp_path / "1.safetensors")
@@ -150,7 +150,7 @@ def test_a_tensor_stands_where_the_index_says_and_once(tmp_path: Path) -> None:
     # A tensor that the index does not name stands twice.
     save_file({"a.weight": STATE["a.weight"], "x": torch.ones(1)}, tmp_path / "1.safetensors")
     save_file({"b.bias": STATE["b.bias"], "x": torch.ones(1)}, tmp_path / "2.safetensors")
-    with pytest.raises(UserError, match="holds x, which stands in another file"):
+    with pytest.raises(UserError, match="holds x, which another file"):
         open_checkpoint(tmp_path)
     index.write_text('{"weight_map": {"a.weight": "1.safetensors", "a.weight": "2.safetensors"}}')
     with pytest.raises(UserError, match=r"a\.weight stands there twice"):
