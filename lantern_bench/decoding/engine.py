@@ -25,7 +25,7 @@ from lantern_bench.utils.text import one_line
 
 T = TypeVar("T")
 
-ENGINE_VERSION = "10"
+ENGINE_VERSION = "11"
 """Incremented when tokens at a seed or timing change; a run never mixes two versions."""
 
 _numbers = itertools.count()

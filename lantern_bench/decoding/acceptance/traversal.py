@@ -95,8 +95,11 @@ def accept_traversal(children: Children, rule: ConfiguredRule) -> Acceptance:
     visit_probability = visit[layout.nodes].flatten()
 
     # 2. From the leaves up: the probability that the visit ends inside each child.
-    for _ in range(layout.levels):
-        visit[layout.nodes] = _ends_behind(ends_here, visit[layout.children])[-1]
+    if ranks == 1:
+        visit[:-1] = _ends_in_chain(torch.cat([ends_here, visit[count : count + 1]]))
+    else:
+        for _ in range(layout.levels):
+            visit[layout.nodes] = _ends_behind(ends_here, visit[layout.children])[-1]
     inside = visit[layout.children]
 
     # 3. As the walk needs it: given that the visit ends in no earlier child.
@@ -131,8 +134,11 @@ def _reject_children(
     x = tokens[:, :, :1]
     q_x = q.gather(2, x)
     ratio = torch.where(offered[:, :, :1] & (q_x > 0), p.gather(2, x) / q_x, 0.0).squeeze(2)
-    for _ in range(group.levels):  # from one depth to the next
-        visit[group.children[:, 0]] = (visit[group.nodes] * ratio).clamp(max=1.0)
+    if tokens.shape[2] == 1:
+        visit[group.children[:, 0]] = _visits_of_chain(ratio)
+    else:
+        for _ in range(group.levels):  # from one depth to the next
+            visit[group.children[:, 0]] = (visit[group.nodes] * ratio).clamp(max=1.0)
     before = visit[group.nodes]
     residual = (before.unsqueeze(2) * p - q).clamp_min_(0.0)
     residual_sum = residual.sum(dim=2)
@@ -169,3 +175,25 @@ def _ends_behind(ends_here: Tensor, inside: Tensor) -> list[Tensor]:
     for child in reversed(inside.unbind(dim=1)):
         behind.append(child + (1.0 - child) * behind[-1])
     return behind
+
+
+def _visits_of_chain(ratio: Tensor) -> Tensor:
+    """Return the visit probabilities w_1..w_L of a chain: w_i = min(1, w_(i-1) r_i), w_0 = 1.
+
+    They need no loop over the drafts: log w is the sum of log r minus its largest value so far.
+
+    Args:
+        ratio: r = p(x) / q(x) of each draft x, [L, B].
+    """
+    total = ratio.log().cumsum(dim=0)
+    return (total - total.cummax(dim=0).values.clamp_min(0.0)).exp()
+
+
+def _ends_in_chain(ends_here: Tensor) -> Tensor:
+    """Return the probability [L + 1, B] that a visit of each node ends there or below.
+
+    Args:
+        ends_here: The probability [L + 1, B] that it ends at the node if it ends nowhere below.
+    """
+    passes = torch.log1p(-ends_here).flip(0).cumsum(dim=0).flip(0)
+    return -torch.expm1(passes)

@@ -17,9 +17,11 @@ import torch
 from numpy.testing import assert_allclose
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.testing import assert_close
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
+from lantern_bench.decoding.acceptance.traversal import _ends_in_chain, _visits_of_chain
 from lantern_bench.decoding.acceptance.verify import accept_drafts, verify
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 from tests.decoding.acceptance.test_lossless_exact import SETTINGS
@@ -47,6 +49,24 @@ Procedure = Callable[[DraftTree, int, Vector, str], tuple[Vector, Vector]]
 
 def chain(levels: int) -> list[tuple[int, ...]]:
     return [(0,) * level for level in range(1, levels + 1)]
+
+
+def test_long_chains_are_decided_as_one_draft_after_the_other() -> None:
+    """A window of 64 drafts in float32, with ratios from 0 to very large ones."""
+    noise = torch.Generator().manual_seed(0)
+    ratio = torch.exp(3.0 * torch.randn(64, 500, generator=noise))
+    ratio[torch.rand(64, 500, generator=noise) < 0.005] = 0.0
+    visits = torch.ones(65, 500, dtype=torch.float64)
+    for draft in range(64):
+        visits[draft + 1] = (visits[draft] * ratio[draft]).clamp(max=1.0)
+    assert_close(_visits_of_chain(ratio), visits[1:].float(), rtol=1e-4, atol=1e-12)
+    assert 0.1 < float((visits == 0.0).float().mean()) < 0.9
+
+    ends_here = torch.rand(65, 500, generator=noise) ** 20
+    ends = ends_here.double()
+    for level in reversed(range(64)):
+        ends[level] = ends[level + 1] + (1.0 - ends[level + 1]) * ends[level]
+    assert_close(_ends_in_chain(ends_here), ends.float(), rtol=1e-5, atol=1e-30)
 
 
 def test_random_trees_are_lossless() -> None:
