@@ -22,7 +22,7 @@ from lantern_bench.config.plan import ImageKey
 from lantern_bench.storage.records import read_frame, read_rows, rows_of
 from lantern_bench.storage.schema import SCHEMA_VERSION, Row
 from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.files import fingerprint
+from lantern_bench.utils.files import fingerprint, path_of_variable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -110,7 +110,7 @@ def _ends_within_a_line(path: Path) -> bool:
 
 def results_root() -> Path:
     """Return the folder of run directories, which need not exist."""
-    return Path(os.environ.get(RESULTS_VARIABLE) or "results")
+    return path_of_variable(RESULTS_VARIABLE) or Path("results")
 
 
 def known_runs() -> list[str]:

@@ -23,14 +23,23 @@ _PARTS = 256  # of a file that its fingerprint reads
 _PART_BYTES = 4096
 
 
+def path_of_variable(name: str) -> Path | None:
+    """Return the path that an environment variable names, None where it is not set.
+
+    A `~` is the home folder also where no shell has expanded it: in quotes and in job files.
+    """
+    value = os.environ.get(name)
+    return Path(os.path.expanduser(value)) if value else None
+
+
 def user_cache() -> Path:
     """Return the user's cache directory: `$XDG_CACHE_HOME`, or `~/.cache` where it is not set.
 
     A user without a home folder, as in some containers, gets the temporary folder.
     """
-    folder = os.environ.get("XDG_CACHE_HOME")
-    if folder:
-        return Path(folder)
+    folder = path_of_variable("XDG_CACHE_HOME")
+    if folder is not None:
+        return folder
     try:
         return Path.home() / ".cache"
     except RuntimeError:
@@ -43,8 +52,7 @@ def cache_folder() -> Path:
     It is `$LANTERN_BENCH_CACHE` where that is set, and `lantern-bench` in the user's cache
     directory otherwise. Where it cannot be written, it is the temporary folder.
     """
-    folder = os.environ.get("LANTERN_BENCH_CACHE")
-    return _usable(Path(folder) if folder else user_cache() / "lantern-bench")
+    return _usable(path_of_variable("LANTERN_BENCH_CACHE") or user_cache() / "lantern-bench")
 
 
 @functools.cache

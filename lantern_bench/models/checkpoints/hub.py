@@ -16,7 +16,13 @@ from typing import TypeAlias
 import msgspec
 
 from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.files import cache_problems, is_temporary, read_json, user_cache
+from lantern_bench.utils.files import (
+    cache_problems,
+    is_temporary,
+    path_of_variable,
+    read_json,
+    user_cache,
+)
 from lantern_bench.utils.text import listed, one_line
 
 WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"
@@ -183,13 +189,12 @@ def weight_map(index: Path) -> dict[str, str]:
 
 def weights_folder() -> Path | None:
     """Return the folder that `LANTERN_BENCH_WEIGHTS` names, if it is set."""
-    folder = os.environ.get(WEIGHTS_VARIABLE)
-    return Path(folder) if folder else None
+    return path_of_variable(WEIGHTS_VARIABLE)
 
 
 def _hub_cache() -> Path:
-    home = Path(os.environ.get("HF_HOME") or user_cache() / "huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    home = path_of_variable("HF_HOME") or user_cache() / "huggingface"
+    return path_of_variable("HF_HUB_CACHE") or home / "hub"
 
 
 def find_weights(scorer: str, *file_names: str) -> list[Path]:
@@ -202,8 +207,8 @@ def find_weights(scorer: str, *file_names: str) -> list[Path]:
     Raises:
         RefusedError: Files are in no folder. The error names all of them.
     """
-    torch_home = Path(os.environ.get("TORCH_HOME") or user_cache() / "torch")
-    cache = torch_home.expanduser() / "hub" / "checkpoints"
+    torch_home = path_of_variable("TORCH_HOME") or user_cache() / "torch"
+    cache = torch_home / "hub" / "checkpoints"
     found = {}
     for name, folder in itertools.product(file_names, (cache, weights_folder() or cache)):
         if (folder / name).is_file():

@@ -25,6 +25,7 @@ from lantern_bench.models.checkpoints.hub import (
     local_paths,
     missing_sources,
 )
+from lantern_bench.storage.run_directory import results_root
 from lantern_bench.utils import files as files_module
 from lantern_bench.utils import hashes
 from lantern_bench.utils.errors import RefusedError, UserError
@@ -250,6 +251,17 @@ def test_offline_error_names_the_variable_and_sends_nothing(
     assert "LANTERN_BENCH_WEIGHTS" in output
     assert fake_hub.requests == 0
     assert not any(tmp_path.rglob("*.pt"))
+
+
+def test_a_tilde_in_a_variable_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in (hub.WEIGHTS_VARIABLE, "LANTERN_BENCH_CACHE", "LANTERN_BENCH_RESULTS", "HF_HOME"):
+        monkeypatch.setenv(name, "~/x")
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    assert hub.weights_folder() == tmp_path / "x"
+    assert hub._hub_cache() == tmp_path / "x/hub"
+    assert files_module.cache_folder() == tmp_path / "x"
+    assert results_root() == tmp_path / "x"
 
 
 @pytest.fixture
