@@ -14,7 +14,7 @@ from lantern_bench.devices.environment import DEVICE, DEVICES, DType
 from lantern_bench.methods.catalog import PARAMETERS
 from lantern_bench.methods.parameters import COUNT, NATURAL, Count, Natural
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.text import split_words
+from lantern_bench.utils.text import listed, split_words
 from lantern_bench.utils.yaml_file import Location, load_yaml
 
 _SWITCH = "must be true or false"
@@ -235,7 +235,7 @@ def _values_of(value: Any, flag: str) -> list[Any]:
 
 
 def decimal_commas(flags: Mapping[str, Any], settings: Sequence[str] | None) -> list[str]:
-    """Return notes on lists of two whole numbers that may be meant as one decimal number.
+    """Return notes on lists of whole numbers that may have decimal commas: `0,7` and `0,75,1`.
 
     Args:
         flags: Values by key of the file; None for flags that are not given.
@@ -251,10 +251,10 @@ def decimal_commas(flags: Mapping[str, Any], settings: Sequence[str] | None) -> 
         if parameter is None or parameter.kind.dtype != "float":
             continue
         for text in texts:
-            if re.fullmatch(r"\d+,\d+", str(text).strip()):
-                first, second = str(text).strip().split(",")
+            if re.fullmatch(r"\d+(,\d+)+", str(text).strip()):
+                values = split_words([str(text)])
                 notes.append(
-                    f"{flag.replace('_', '-')}{text}: read as two values, {first} and {second}. "
-                    f"A decimal number is written {first}.{second}."
+                    f"{flag.replace('_', '-')}{text}: read as {len(values)} values, "
+                    f"{listed(values)}. A decimal number is written {values[0]}.{values[1]}."
                 )
     return notes

@@ -77,7 +77,7 @@ def test_the_plan_says_how_many_prompts_are_used(capsys):
 def test_a_decimal_comma_is_said_to_be_a_list(capsys):
     for flag in (["--temperature", "0,7"], ["--set", "temperature=0,7"]):
         assert cli.main(["sweep", "--modes", "ar", *flag, "--dry-run"]) == 0
-        said = "0,7: read as two values, 0 and 7. A decimal number is written 0.7."
+        said = "0,7: read as 2 values, 0 and 7. A decimal number is written 0.7."
         assert said.removeprefix("0,7") in capsys.readouterr().err
 
 

@@ -491,15 +491,18 @@ def test_the_cause_of_a_wrong_value_is_named(tmp_path: Path, line: str, hint: st
     assert hint in message(tmp_path, f"model: lanterns\n{line}\ncells: [{{mode: ar}}]\n")
 
 
-def test_a_list_of_two_integers_may_be_a_decimal_comma() -> None:
+def test_a_list_of_integers_may_have_decimal_commas() -> None:
     def notes(settings: list[str] | None = None, **flags: Any) -> list[str]:
         return decimal_commas(flags, settings)
 
-    said = "read as two values, 0 and 7. A decimal number is written 0.7."
+    said = "read as 2 values, 0 and 7. A decimal number is written 0.7."
     assert notes(temperature=["0,7"]) == [f"--temperature 0,7: {said}"]
     assert notes(["temperature=0,7"]) == [f"--set temperature=0,7: {said}"]
     assert notes(lambda_=["1,0"], cfg_scale=["3,5"], top_p=None) == [
-        "--lambda 1,0: read as two values, 1 and 0. A decimal number is written 1.0.",
-        "--cfg-scale 3,5: read as two values, 3 and 5. A decimal number is written 3.5.",
+        "--lambda 1,0: read as 2 values, 1 and 0. A decimal number is written 1.0.",
+        "--cfg-scale 3,5: read as 2 values, 3 and 5. A decimal number is written 3.5.",
     ]
-    assert not notes(["depth=1,2"], temperature=["0,7,1", "0.7,1", "[0, 7]"], beam=["1,2"])
+    assert notes(temperature=["0,75,1"]) == [
+        "--temperature 0,75,1: read as 3 values, 0, 75 and 1. A decimal number is written 0.75."
+    ]
+    assert not notes(["depth=1,2"], temperature=["0.7,1", "[0, 7]", "7"], beam=["1,2"])

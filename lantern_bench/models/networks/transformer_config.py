@@ -132,6 +132,8 @@ _ROPE_READ = ("rope_type", "type", "rope_theta", "original_max_position_embeddin
 _NEUTRAL_WORDS = ("silu", "swish", "rope", "rotary", "default", "full_attention", "rmsnorm")
 # Numbers that 1 leaves without effect.
 _FACTORS = re.compile(r"factor|scal|multiplier|expert|pct|percent|parallel")
+# Numbers that change nothing where they are the width of a head.
+_HEAD_WIDTHS = re.compile(r"query_pre_attn_scalar|kv_channels|(rotary|head)_dim")
 
 
 def with_one_rope_base(stated: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -165,12 +167,16 @@ def _check_unread(
     *,
     section: str = "",
     changes: re.Pattern[str] = _CHANGES,
+    head_dim: int | None = None,
 ) -> None:
-    """Raise for a key that changes the network and is not read."""
+    """Raise for a key that changes the network, whose heads have `head_dim`, and is not read."""
     for key, value in config.items():
         name = str(key)
         may_change = changes.search(name) is not None and _HARMLESS.search(name) is None
-        if may_change and name not in read and not _is_neutral(name, value, config):
+        is_usual = head_dim == value and _HEAD_WIDTHS.search(name) is not None
+        if is_usual or name in read or not may_change:
+            continue
+        if not _is_neutral(name, value, config):
             raise error_at(
                 f"{section}{key}",
                 f"is {str(value)[:60]}, which this package's transformer does not have",
@@ -236,25 +242,26 @@ def llama_sizes(
             )
 
         _check_unread(scaling, error_at, _ROPE_READ, section=f"{key}.", changes=re.compile(""))
-    read = (*read, *ropes, *_LLAMA_NAMES.values(), *_LLAMA_ONLY, "head_dim")
-    _check_unread(config, error_at, read)
 
     rope = config.get("rope_parameters") or {}
-    config = {"rope_theta": rope.get("rope_theta"), **config}
+    stated = {"rope_theta": rope.get("rope_theta"), **config}
     sizes = {
-        name: read_number(key, config[key], error_at)
+        name: read_number(key, stated[key], error_at)
         for name, key in _LLAMA_NAMES.items()
-        if config.get(key) is not None
+        if stated.get(key) is not None
     }
+    head_dim = None
     if "dim" in sizes and "heads" in sizes:
         _check_heads(sizes, error_at, positions=positions)
-        stated = config.get("head_dim")
-        if stated not in (None, sizes["dim"] // sizes["heads"]):
+        head_dim = sizes["dim"] // sizes["heads"]
+        if config.get("head_dim") not in (None, head_dim):
             raise error_at(
                 "head_dim",
-                f"is {stated}, and only hidden_size / num_attention_heads, "
-                f"{sizes['dim'] // sizes['heads']}, is supported",
+                f"is {config['head_dim']}, and only hidden_size / num_attention_heads, "
+                f"{head_dim}, is supported",
             )
+    read = (*read, *ropes, *_LLAMA_NAMES.values(), *_LLAMA_ONLY, "head_dim")
+    _check_unread(config, error_at, read, head_dim=head_dim)
     return sizes
 
 

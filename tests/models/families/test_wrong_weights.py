@@ -118,6 +118,7 @@ def test_a_tied_config_with_another_head_is_refused(tmp_path: Path) -> None:
         ({"num_local_experts": 8}, "text_config.num_local_experts: is 8"),
         ({"clip_qkv": 8.0}, "text_config.clip_qkv: is 8.0"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "text_config.layer_types: is"),
+        ({"query_pre_attn_scalar": 16}, "text_config.query_pre_attn_scalar: is 16"),
         ({"head_dim": 16}, "text_config.head_dim: is 16"),
     ],
 )
@@ -146,6 +147,8 @@ def test_keys_without_effect_are_allowed(tmp_path: Path) -> None:
         "use_qk_norm": False,
         "num_experts": 0,
         "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "rotary_dim": 8,
         "attention_dropout": 0.5,
     }
     assert not load(write(tmp_path, "emu3", text_config=neutral)).remarks
