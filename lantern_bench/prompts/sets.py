@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import io
@@ -248,10 +249,30 @@ def read_rows(path: Path, flag: str) -> Iterator[tuple[int, Any]]:
             raise lacks_keys(rows, f"{flag}: must be a JSON list of prompts", advice)
         yield from enumerate(rows, start=1)
         return
+    if suffix == ".txt":
+        _refuse_other_type(text, flag)
     # Other characters that end a line elsewhere, such as U+2028, are part of a prompt here.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip(BLANKS):
             yield number, line if suffix == ".txt" else _parse_json(line, f"{flag} line {number}")
+
+
+def _refuse_other_type(text: str, flag: str) -> None:
+    """Raise `UserError` for a .txt file that begins as JSON, or as a table with its columns."""
+    text = text.lstrip("\n")
+    first = text.partition("\n")[0]
+    kind = ""
+    if any(name.strip(' "').lower() in _PROMPT_KEYS for name in re.split(r"[,;\t]", first)):
+        kind = ".csv or .tsv"
+    with contextlib.suppress(ValueError, RecursionError):
+        value, end = json.JSONDecoder().raw_decode(text)
+        if isinstance(value, dict | list) and not text[end:].partition("\n")[0].strip():
+            kind = ".json or .jsonl"
+    if kind:
+        raise UserError(
+            f"{flag} line 1: begins as a {kind} file: {first[:60]!r}",
+            f"Rename it to end with {kind}, or remove that line.",
+        )
 
 
 # The fields of one row of a table, after the number of its line.

@@ -175,10 +175,17 @@ def cannot_write(path: Path, error: OSError | None = None, *, flag: str = "") ->
 # ---- Reading
 
 
-_PACKED = {
-    "a gzip file": b"\x1f\x8b",
-    "a ZIP archive, as .xlsx files are": b"PK\3\4",
-    "a Parquet file": b"PAR1",
+# Files that are not plain text, by their first bytes in lower case.
+_NOT_PLAIN = {
+    "compressed": (b"\x1f\x8b", b"bzh91ay", b"\xfd7zxz", b"\x28\xb5\x2f\xfd"),
+    "a ZIP archive, as .xlsx and .docx files are": (b"pk\3\4",),
+    "an Office file": (b"\xd0\xcf\x11\xe0",),
+    "a Parquet file": (b"par1",),
+    "a PDF": (b"%pdf-",),
+    "RTF": (b"{\\rtf",),
+    "a web page or XML": (b"<!doctype", b"<html", b"<head", b"<body", b"<?xml", b"<!--"),
+    "a picture": (b"\x89png", b"\xff\xd8\xff", b"gif8"),
+    "a Git LFS pointer, for which `git lfs pull` fetches the file": (b"version https://git-lfs",),
 }
 _MARKS = {
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
@@ -196,12 +203,13 @@ def read_text(path: Path, name: str = "") -> str:
         name: The file in messages, by default its path.
 
     Raises:
-        UserError: The file is packed, or not in UTF-8. The advice converts it.
+        UserError: The file is not plain text, or not in UTF-8. The advice converts it.
         OSError: The file cannot be read.
     """
     content = path.read_bytes()
-    for kind, mark in _PACKED.items():
-        if content.startswith(mark):
+    head = content[:1000].removeprefix(codecs.BOM_UTF8).lstrip().lower()
+    for kind, marks in _NOT_PLAIN.items():
+        if head.startswith(marks):
             raise UserError(f"{name or path}: is {kind}, not text", "Unpack or export it first.")
 
     encoding = next((word for word, marks in _MARKS.items() if content.startswith(marks)), "")

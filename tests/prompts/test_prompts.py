@@ -70,6 +70,20 @@ def test_coco_takes_the_longest_caption_of_each_image(coco):
     ]
 
 
+def test_text_may_look_like_other_types(tmp_path):
+    path = tmp_path / "a.txt"
+    lines = [
+        "[1] a red lantern",
+        "{red|blue} lantern",
+        "<lantern> [2]",
+        "a prompt, a caption",
+        "[]x",
+    ]
+    for count in range(len(lines)):
+        path.write_text("\n".join(lines[count:]))
+        assert texts(path) == lines[count:]
+
+
 def test_parti_prompts(tmp_path):
     path = tmp_path / "PartiPrompts.tsv"
     path.write_text(
@@ -181,9 +195,17 @@ def test_files_of_all_kinds(tmp_path, column):
     ("source", "content", "wrong"),
     [
         ("a.txt", b"\n \n", "contains no prompt"),
-        ("a.jsonl", b"\x1f\x8b\x08\0\0\0", "is a gzip file, not text"),
-        ("a.csv", b"PK\3\4\x14\0", "is a ZIP archive, as .xlsx files are, not text"),
+        ("a.jsonl", b"\x1f\x8b\x08\0\0\0", "is compressed, not text"),
+        ("a.csv", b"PK\3\4\x14\0", "is a ZIP archive, as .xlsx and .docx files are, not text"),
         ("a.txt", b"PAR1\x15\x04", "is a Parquet file, not text"),
+        ("a.txt", b"%PDF-1.7\n", "is a PDF, not text"),
+        ("a.txt", rb"{\rtf1\ansi red lantern}", "is RTF, not text"),
+        ("a.txt", b"\xef\xbb\xbf\n<!DOCTYPE html>\n<p>one</p>", "is a web page or XML, not text"),
+        ("a.json", b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, for"),
+        ("a.txt", b'["one", "two"]', "line 1: begins as a .json or .jsonl file: '"),
+        ("a.txt", b'{\n "prompt": "one"\n}\n', "line 1: begins as a .json or .jsonl file: '{'"),
+        ("a.txt", b'{"prompt": "one"}\n{"prompt": "two"}\n', "begins as a .json or .jsonl file"),
+        ("a.txt", b'id,"Prompt"\n1,one\n', "line 1: begins as a .csv or .tsv file: 'id,"),
         ("a.txt", "one\ntwo\n".encode("utf-16"), "line 1: the file is in UTF-16, not"),
         ("a.csv", "id,prompt\n1,two\n".encode("utf-16-le"), "line 1: the file is in UTF-16LE, not"),
         ("coco:a", "{}".encode("utf-32"), "line 1: the file is in UTF-32, not"),
