@@ -155,6 +155,8 @@ class Checkpoint(dict[str, Tensor]):
             advice: Which checkpoint to give.
         """
         kind = what_is(self)
+        if kind is not None and wanted in kind:
+            return UserError(f"{self.path}: is {kind}, but {reason}", advice)
         if kind is not None and kind not in wanted:
             reason = f"it is {kind}"
         return UserError(f"{self.path}: is not {wanted}: {reason}", advice)

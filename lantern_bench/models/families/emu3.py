@@ -68,9 +68,9 @@ class Emu3(WordModel):
         return f"{_IMAGE_START}{rows}*{columns}{_IMAGE}"
 
     def rename_tensor(self, name: str) -> str:
-        """Rename tensors of the published files, which an earlier version of transformers wrote."""
-        name = re.sub(r"^text_model\.lm_head\.", "lm_head.", name)
-        name = re.sub(r"^text_model\.(model\.)?", "model.text_model.", name)
+        """Rename tensors as today's transformers calls them; some of its versions wrote others."""
+        name = re.sub(r"^(model\.)?text_model\.lm_head\.", "lm_head.", name)
+        name = re.sub(r"^(model\.)?text_model\.(model\.)?", "model.text_model.", name)
         return re.sub(r"^vqmodel\.", "model.vqmodel.", name)
 
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:

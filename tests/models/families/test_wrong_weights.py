@@ -91,6 +91,15 @@ def test_a_head_that_no_config_mentions_is_named(tmp_path: Path) -> None:
     assert "has no lm_head.weight: its embedding is the head" in load(path).remarks[0]
 
 
+def test_a_model_of_the_wanted_kind_is_not_called_another(tmp_path: Path) -> None:
+    head = "model.generation_head.vision_head.weight"
+    path = write(tmp_path, "janus", without(head))
+    with pytest.raises(
+        UserError, match=r"is a Janus model in the layout of .*, but it has no model"
+    ):
+        load(path)
+
+
 def test_a_tied_config_with_another_head_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "emu3", tie_word_embeddings=True)
     with pytest.raises(UserError, match=r"tie_word_embeddings: is true, and .* differs from"):
