@@ -24,28 +24,37 @@ def valid_p(
     """Return a p-value: the approximate one, or in the tail one that is at least the valid bound.
 
     With d the differences, the capital exp(theta sum(d) - sum(log E exp(theta d))) does not grow
-    under the null hypothesis, so 1 / capital is a p-value. The capital is averaged over tilts,
-    both signs and all features. E exp(theta d) has the bound of Bennett (1962), which depends on
-    the variance and the largest value of d; it is exact for two values. It is concave in the
-    variance (Hoeffding 1963, theorem 3), so a group of differences counts as its mean variance.
+    under the null hypothesis, so 1 / capital is a p-value. The capital of a block is averaged over
+    tilts and both signs. Blocks share no differences, so the product of their capitals does not
+    grow either; it is averaged over features. E exp(theta d) has the bound of Bennett (1962), which
+    depends on the variance and the largest value of d; it is exact for two values. It is concave in
+    the variance (Hoeffding 1963, theorem 3), so a group of differences counts as its mean variance.
 
     Args:
         approximate: The two-sided p-value, or the p-value of chi-square.
-        sums: Sums of differences of each group and feature, [groups, features].
+        sums: Sums of differences of each group and feature, [groups, features] or
+            [groups, blocks, features].
         variances: Sums of the variances of the differences, likewise.
         above: How far a difference of the group could be above 0, likewise.
         below: How far it could be below 0.
-        counts: Differences of each group [groups].
+        counts: Differences of each group [groups]; of blocks, an upper limit.
     """
     if approximate > _FAR:
         return approximate
-    log_capitals = []
+    counts = np.expand_dims(counts, tuple(range(1, sums.ndim)))
+    bets = []
     for sign, reach in ((1.0, above), (-1.0, below)):
         for tilt in _TILTS:
-            growth = _log_moment(tilt, variances / counts[:, None], reach=reach)
-            log_capitals.append((tilt * sign * sums - counts[:, None] * growth).sum(axis=0))
-    log_capital = np.logaddexp.reduce(np.ravel(log_capitals)) - np.log(np.size(log_capitals))
+            growth = _log_moment(tilt, variances / counts, reach=reach)
+            bets.append((tilt * sign * sums - counts * growth).sum(axis=0))
+    of_blocks = _log_mean(np.array(bets))
+    log_capital = float(_log_mean(of_blocks.reshape(-1, sums.shape[-1]).sum(axis=0)))
     return max(approximate, float(np.exp(-max(log_capital, -np.log(_FAR)))))
+
+
+def _log_mean(logarithms: Array) -> Array:
+    """The logarithm of the mean over the first axis."""
+    return np.logaddexp.reduce(logarithms, axis=0) - np.log(len(logarithms))
 
 
 def _log_moment(tilt: float, variance: Array, reach: Array) -> Array:
