@@ -29,7 +29,7 @@ from lantern_bench.analysis.statistics import (
     sums_of_images,
     timing,
 )
-from lantern_bench.analysis.token_distance import distance_columns
+from lantern_bench.analysis.token_distance import distance_columns, distance_version
 from lantern_bench.methods.catalog import METRICS, OF_DRAFTS, OF_IMAGES, OF_SETS, OF_TOKENS
 from lantern_bench.storage.run_directory import RunData
 from lantern_bench.storage.schema import Row, frame
@@ -66,6 +66,7 @@ _FACTS = {
     ("setting", "engine_version"): "key.engine_version",
     ("setting", "torch_version"): "key.torch_version",
     ("setting", "prompts"): "experiment.prompts",
+    ("setting", "hash of the prompts"): "prompts.ids_sha256",
     ("setting", "seed"): "experiment.seed",
     ("setting", "batch"): "experiment.batch",
 }
@@ -129,6 +130,9 @@ def _facts(run: RunData) -> dict[tuple[str, str], str]:
     facts["machine", "GPU"] = ", ".join(gpus) or "none"
     for fact, place in _FACTS.items():
         facts[fact] = str(manifest.get(place, "not recorded"))
+    version = distance_version(run.scores)
+    if version is not None:
+        facts["setting", "version of the distance"] = version
     return facts
 
 
@@ -233,8 +237,11 @@ def compare_runs(a: RunData, b: RunData, margins: Mapping[str, float] | None = N
     for key, of_a in measured_a.items():
         model, cell_id, protocol, quantity = key
         row = _compared(quantity, of_a, measured_b.get(key))
-        if row is not None:
-            rows.append(row | {"model": model, "cell_id": cell_id, "protocol": protocol or None})
+        if row is None:
+            continue
+        if quantity == "distance" and distance_version(a.scores) != distance_version(b.scores):
+            row |= {"effect": None, "note": "not compared: distances of two versions"}
+        rows.append(row | {"model": model, "cell_id": cell_id, "protocol": protocol or None})
 
     tested = add_holm_p_values(rows, "p_value", into="p_holm")
     for row in tested:

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lantern_bench.analysis.cells import CellRecords
+from lantern_bench.analysis.cells import CellRecords, join_notes
 from lantern_bench.analysis.statistics import (
     Array,
     Interval,
     add_holm_p_values,
-    ratio,
+    ratio_of_sums,
     sums_per_prompt,
     too_few_prompts,
 )
@@ -27,6 +27,18 @@ _ENDS = (0.025, 0.975)
 
 # Figures that are shares of tokens, and the counts of these tokens.
 _SHARES = {"impossible": "impossible_tokens", "argmax_mismatch": "mismatched_tokens"}
+
+BLOCKS = 8
+"""Blocks of positions: parity of the row, parity of the column, half of the image."""
+
+ALIKE = "alike"
+"""The feature that counts earlier images with the same token. Older scores do not have it."""
+
+_MIXED = "1 and 2"
+_OLDER = (
+    "distance by version 1, not comparable with the others; `lantern-bench score` measures it by "
+    "version 2"
+)
 
 # Features that have columns of their own. Columns of sums are named as the features.
 _SHOWN = ("surprise", "prompt_information")
@@ -42,17 +54,45 @@ def distance_columns(cells: Sequence[CellRecords], scores: Iterable[Row]) -> dic
         scores: The scores of the run, of which the rows of level `tokens` are used.
     """
     rows = {row["record_key"]: row for row in scores if row["level"] == "tokens"}
-    figures = {cell.cell_id: _figures(cell, rows) for cell in cells}
+    is_mixed = distance_version(rows.values()) == _MIXED
+    figures = {cell.cell_id: _figures(cell, rows, is_mixed=is_mixed) for cell in cells}
     add_holm_p_values(figures.values(), "distance_p", into="distance_p")
     return figures
 
 
-def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> Row:
+def is_current(row: Row) -> bool:
+    """Return whether a row of level `tokens` has the features of this version, or needs none."""
+    return not row["features"] or ALIKE in row["features"].split()
+
+
+def distance_version(scores: Iterable[Row]) -> str | None:
+    """Return the version of the distances of a run, `1` before there were blocks; None without.
+
+    A run that was scored in part by each has `1 and 2`.
+    """
+    sampled = [row for row in scores if row["level"] == "tokens" and row["features"]]
+    if not sampled:
+        return None
+    current = sum(map(is_current, sampled))
+    if 0 < current < len(sampled):
+        return _MIXED
+    return "2" if current else "1"
+
+
+def _figures(cell: CellRecords, rows: Mapping[str, Row], *, is_mixed: bool) -> Row:
     """The figures of one cell, with an uncorrected `distance_p`; empty if no image has a row."""
-    records = cell.images[cell.images["record_key"].isin(rows.keys())]
-    images = [rows[key] for key in records["record_key"]]
-    if not images:
+    scored = [key for key in cell.images["record_key"] if key in rows]
+    if not scored:
         return {}
+    # Sums of two versions are never added.
+    current = [key for key in scored if is_current(rows[key])]
+    chosen = current or scored
+    notes = [_OLDER] if is_mixed and not current else []
+    if len(chosen) < len(scored):
+        older = len(scored) - len(chosen)
+        notes.append(f"distance without {older} images, which were scored by version 1")
+    records = cell.images[cell.images["record_key"].isin(chosen)]
+    images = [rows[key] for key in records["record_key"]]
     prompts = records.index.get_level_values("prompt_id")
     tokens = [row["tokens"] for row in images]
     first = images[0]
@@ -69,17 +109,22 @@ def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> Row:
     for name in ("entropy", "largest_p", "ten_largest_p"):
         figures[name] = np.average([row[name] for row in images], weights=tokens)
     names = first["features"].split()
-    columns = np.array([row["feature_sums"] for row in images]).T
-    by_prompt = [sums_per_prompt(column, tokens, prompts) for column in columns]
+    columns = np.array([row["feature_sums"] for row in images])
+    of_images = FeatureSums.of(columns, len(names))
     for name in _SHOWN:
         if name in names:
-            figures |= ratio(by_prompt[names.index(name)]).columns(name)
-    sums = FeatureSums.of(np.stack([part.numerator for part in by_prompt], axis=-1), len(names))
-    shift = distance(_compared(sums, names), by_prompt[0].denominator)
+            sums = of_images.sums[..., names.index(name)].sum(axis=1)
+            figures |= ratio_of_sums(sums, tokens, prompts).columns(name)
+    by_prompt = [sums_per_prompt(column, tokens, prompts) for column in columns.T]
+    sums_of_prompts = np.stack([part.numerator for part in by_prompt], axis=-1)
+    shift = distance(
+        _compared(FeatureSums.of(sums_of_prompts, len(names)), names),
+        tokens=by_prompt[0].denominator,
+    )
     figures |= shift.columns("distance")
-    figures["note"] = shift.note
+    figures["note"] = join_notes([shift.note, *notes])
     figures["distance_p"] = p_value(
-        FeatureSums.of(columns.T, len(names)),
+        of_images,
         ranges=[row["feature_ranges"] for row in images],
         tokens=tokens,
     )
@@ -93,23 +138,40 @@ def p_value(
 ) -> float:
     """Return the p-value of the sums of images, whose tail is valid if all ranges are recorded.
 
+    It is twice the smaller p-value of two: of the sums of whole images, and of the sums of blocks.
+
     Args:
-        images: Sums of m features for each image.
+        images: Sums of m features for each image and block.
         ranges: For each image, how far a feature of a token could be above its mean, then how far
             below; None in older scores.
         tokens: Tokens of each image.
     """
+    whole = FeatureSums(
+        sums=images.sums.sum(axis=1, keepdims=True),
+        covariance=images.covariance.sum(axis=1, keepdims=True),
+    )
+    p_of_whole = _tail(whole, ranges=ranges, tokens=tokens)
+    if images.sums.shape[1] == 1:
+        return p_of_whole
+    return min(1.0, 2.0 * min(p_of_whole, _tail(images, ranges=ranges, tokens=tokens)))
+
+
+def _tail(
+    images: FeatureSums, *, ranges: Sequence[Sequence[float] | None], tokens: Sequence[int]
+) -> float:
+    """The p-value of the sums of images in blocks."""
     approximate = images.total.p_value
     recorded = [values for values in ranges if values is not None]
     if len(recorded) < len(ranges):
         return approximate
-    above, below = np.split(np.array(recorded), 2, axis=1)
+    above, below = np.split(np.array(recorded)[:, None], 2, axis=2)
     return valid_p(
         approximate,
         sums=images.sums,
         variances=np.diagonal(images.covariance, axis1=-2, axis2=-1),
         above=above,
         below=below,
+        # A block has fewer tokens. More tokens of the same variance only weaken the bound.
         counts=np.array(tokens, dtype=float),
     )
 
@@ -129,17 +191,23 @@ def _compared(sums: FeatureSums, names: Sequence[str]) -> FeatureSums:
 
 
 class FeatureSums(NamedTuple):
-    """Sums S of features minus their means under the target, and the covariance C of these sums."""
+    """Sums S of features minus their means under the target, and the covariance C of these sums.
+
+    Axes in front of the features are those of images or prompts, then of blocks.
+    """
 
     sums: Array  # [..., m]
     covariance: Array  # [..., m, m], under the target
 
     @classmethod
     def of(cls, columns: Array, features: int) -> FeatureSums:
-        """Read columns [..., m + m (m + 1) / 2].
+        """Read columns [..., blocks (m + m (m + 1) / 2)].
 
-        The first m columns are the sums. The upper triangle of the covariance follows by rows.
+        The first m columns of a block are the sums. The upper triangle of the covariance follows
+        by rows. Older scores have one block, the whole image.
         """
+        width = features * (features + 3) // 2
+        columns = columns.reshape(*columns.shape[:-1], -1, width)
         triangle = columns[..., features:]
         rows, others = np.triu_indices(features)
         covariance = np.zeros((*columns.shape[:-1], features, features))
@@ -171,13 +239,13 @@ class FeatureSums(NamedTuple):
 
     @property
     def chi_square(self) -> Array:
-        """Q [...] = S' C^-1 S; chi-square with `freedom` degrees of freedom if lossless."""
-        return np.einsum("...i,...ij,...j->...", self.sums, self.inverse, self.sums)
+        """Q [...] = S' C^-1 S, summed over blocks; chi-square with `freedom` if lossless."""
+        return np.einsum("...ki,...kij,...kj->...", self.sums, self.inverse, self.sums)
 
     @property
     def freedom(self) -> int:
-        """The rank of the covariance [m, m], at most the number of features."""
-        return round(float(np.trace(self.inverse @ self.covariance)))
+        """The rank of the covariance [blocks, m, m], at most the features of all blocks."""
+        return round(float(np.einsum("kij,kji->", self.inverse, self.covariance)))
 
     @property
     def p_value(self) -> float:
@@ -190,15 +258,18 @@ class FeatureSums(NamedTuple):
 
 
 def distance(sums: FeatureSums, tokens: Array) -> Interval:
-    """Return the distance per token, with a percentile interval by bootstrap over prompts.
+    """Return the distance per token, with its 95% interval over prompts.
 
     Q of the summed features contains the noise of each prompt's sums. With d_i the centred sums of
     prompt i, its mean is n / (n - 1) sum_i d_i' C^-1 d_i. Q minus this amount is a U-statistic,
     n / (n - 1) (Q - sum_i s_i' C^-1 s_i), which also has no bias if prompts differ. One prompt has
     no spread; there the noise of a lossless mode, m, is subtracted.
 
+    Sums of one block are of version 1. Their interval stays the percentile bootstrap that the
+    figures of version 1 were published with.
+
     Args:
-        sums: Sums of m features for each prompt.
+        sums: Sums of m features for each prompt and block.
         tokens: Tokens of each prompt [prompts].
     """
     total = sums.total
@@ -211,17 +282,19 @@ def distance(sums: FeatureSums, tokens: Array) -> Interval:
         return Interval((chi_square - freedom) / float(tokens.sum()), note=too_few_prompts(prompts))
 
     centred = sums.sums - sums.sums.mean(axis=0)
-    spread = np.einsum("ni,ij,nj->", centred, total.inverse, centred)
+    spread = np.einsum("nki,kij,nkj->", centred, total.inverse, centred, optimize=True)
     noise = float(spread) * prompts / (prompts - 1)
     value = (chi_square - noise) / float(tokens.sum())
     too_few = too_few_prompts(prompts)
     if too_few:
         return Interval(value, note=too_few)
+    if sums.sums.shape[1] > 1:
+        return _with_interval(value, sums, tokens)
 
     # Centred sums of n prompts vary too little by the factor (n - 1) / n.
     uniform = np.full(prompts, 1.0 / prompts)
     counts = np.random.default_rng(0).multinomial(prompts, uniform, size=_RESAMPLES).astype(float)
-    varied = (counts - 1.0) @ centred * (prompts / (prompts - 1)) ** 0.5
+    varied = np.tensordot(counts - 1.0, centred, axes=1) * (prompts / (prompts - 1)) ** 0.5
     resampled = FeatureSums(
         sums=total.sums + varied,
         covariance=np.tensordot(counts, sums.covariance, axes=1),
@@ -230,3 +303,41 @@ def distance(sums: FeatureSums, tokens: Array) -> Interval:
     excess = resampled.chi_square - 2.0 * noise
     low, high = np.quantile(excess / (counts @ tokens), _ENDS)
     return Interval(value, float(low), float(high))
+
+
+def _with_interval(value: float, sums: FeatureSums, tokens: Array) -> Interval:
+    """Return a distance with the interval of section 6.2 of docs/algorithms.md.
+
+    The variance of a U-statistic has two parts. The part of single prompts grows with the true
+    distance. The part of pairs of prompts is the noise of a lossless mode. The interval has the
+    true distances d with (d - value)^2 <= single d + pairs.
+    """
+    from scipy.stats import norm, t
+
+    total = sums.total
+    prompts = len(tokens)
+    per_token = prompts / (prompts - 1) / float(tokens.sum())
+    lossless = total.freedom / prompts**2  # trace of the squared covariance of a prompt, if so
+
+    # 1. Pairs: an unbiased estimate of this trace.
+    centred = sums.sums - sums.sums.mean(axis=0)
+    whitened = np.einsum("nki,kij->nkj", centred, total.inverse)
+    covariance = whitened.reshape(prompts, -1).T @ centred.reshape(prompts, -1) / (prompts - 1)
+    squared = float((covariance * covariance.T).sum()) - np.trace(covariance) ** 2 / (prompts - 1)
+    trace = max(lossless, squared * (prompts - 1) ** 2 / ((prompts - 2) * (prompts + 1)))
+    quantile = float(norm.ppf(_ENDS[1]))
+    pairs = quantile**2 * 2.0 * prompts * (prompts - 1) * trace * per_token**2
+
+    # 2. Single prompts: the influence of each, less the noise in it.
+    direction = np.einsum("kij,kj->ki", total.inverse, total.sums)
+    own = np.einsum("nki,kij,nkj->n", sums.sums, total.inverse, sums.sums, optimize=True)
+    of_sums = 2.0 * (np.einsum("nki,ki->n", sums.sums, direction) - own)
+    of_covariance = np.einsum("ki,nkij,kj->n", direction, sums.covariance, direction, optimize=True)
+    influence = (of_sums - of_covariance) * per_token - value * tokens / tokens.sum()
+    noise = 4.0 * prompts * (prompts - 1) * lossless * per_token**2
+    variance = max(0.0, prompts * float(influence.var(ddof=1)) - noise)
+    single = float(t.ppf(_ENDS[1], prompts - 1)) ** 2 * variance / max(value, pairs**0.5)
+
+    root = max(0.0, single * value + single**2 / 4.0 + pairs) ** 0.5
+    middle = value + single / 2.0
+    return Interval(value, middle - root, middle + root)

@@ -68,8 +68,8 @@ class Evidence(NamedTuple):
     impossible: NDArray[np.bool_]  # the target cannot give the token
     edge: NDArray[np.bool_]  # rounding can change whether the token passes the filters
     starts: NDArray[np.bool_]  # a step starts with the token
-    # [B, m (m + 3) / 2]: sums of the m features of the distance (metrics/token_sums.py). Empty
-    # under filters, at whose edge rounding would count.
+    # [B, blocks m (m + 3) / 2]: sums of the m features of the distance (metrics/token_sums.py).
+    # Empty under filters, at whose edge rounding would count.
     features: NDArray[np.float64]
     ranges: NDArray[np.float64]  # [B, 2 m] of the features, or empty
 
@@ -245,7 +245,7 @@ def decoded_evidence(
             tolerance=tolerance,
         )
         if not decoding.top_k and decoding.top_p >= 1:
-            rows = sums_along(target=target, forced=forced, q=q, decoding=decoding)
+            rows = sums_along(model=model, forced=forced, q=q, decoding=decoding)
             shown = shown._replace(
                 features=np.array([row["feature_sums"] for row in rows]),
                 ranges=np.array([row["feature_ranges"] for row in rows]),
@@ -279,9 +279,8 @@ def p_values(images: Evidence, depth: int) -> dict[str, float]:
     for name, differences in sums.items():
         tests[name] = differences.p_value
     tests["alike in a batch"] = images.differences("alike").p_value
-    width = images.features.shape[1]
-    if width:
-        count = (math.isqrt(9 + 8 * width) - 3) // 2  # m, given m (m + 3) / 2
+    count = images.ranges.shape[1] // 2
+    if count:
         tests["distance"] = p_value(
             FeatureSums.of(images.features, count),
             ranges=list(images.ranges),

@@ -8,16 +8,18 @@ into figures; docs/algorithms.md, section 6.2, has the mathematics.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from lantern_bench.analysis.token_distance import ALIKE, BLOCKS, is_current
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.decoding.filter_edge import edge_tolerance, sure_tokens
-from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import broken_logits, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import TeacherForced, drafted_along, teacher_forced
 from lantern_bench.devices.compute import choose_compute
@@ -46,7 +48,7 @@ def finished_by_cell(records: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def score_tokens(store: RunStore, device: str, emit: Emit) -> int:
-    """Write a row of level `tokens` for each image that has none.
+    """Write a row of level `tokens` for each image that has none, or one of an older version.
 
     Args:
         store: The run, opened for scoring.
@@ -56,46 +58,54 @@ def score_tokens(store: RunStore, device: str, emit: Emit) -> int:
     Returns:
         The number of images scored.
     """
-    scored = {row["record_key"] for row in read_scores(store.folder) if row["level"] == "tokens"}
-    cells = finished_by_cell(
-        row for row in read_records(store.folder) if row["record_key"] not in scored
-    )
+    scored = {
+        row["record_key"]
+        for row in read_scores(store.folder)
+        if row["level"] == "tokens" and is_current(row)
+    }
+    # Images of one cell count as earlier for each other, so cells are taken whole.
+    cells = {
+        cell_id: records
+        for cell_id, records in finished_by_cell(read_records(store.folder)).items()
+        if not scored.issuperset(record["record_key"] for record in records)
+    }
     if not cells:
         return 0
 
     experiment = load_experiment(store.manifest["experiment"], defaults_of)
     models = load_models(experiment, choose_compute(device, store.manifest["key"]["dtype"]))
     decodings = {cell.cell_id: cell.decoding for cell in experiment.cells}
-    images = sum(len(rows) for rows in cells.values())
+    images = 0
     done = 0
-    for cell_id, pending in cells.items():
-        name = pending[0]["model"]
+    for cell_id, records in cells.items():
+        name = records[0]["model"]
         model = models[name]
+        pending = [record for record in records if record["record_key"] not in scored]
+        images += len(pending)
         prompts = dict.fromkeys(record["prompt"] for record in pending)
         for count, total in model.prepare(list(prompts)):
             emit(ProgressEvent(f"captions for {name}", count, total))
 
-        # 1. The images whose pictures hold the tokens that were decoded.
-        kept = []
-        tokens = []
-        for record in pending:
-            of_picture = read_tokens(store.folder / record["image"])
-            if of_picture is not None and tokens_sha256(of_picture) == record["tokens_sha256"]:
-                kept.append(record)
-                tokens.append(of_picture)
+        # 1. The tokens of images that are scored, then those of images that are not.
+        before = [record for record in records if record["record_key"] in scored]
+        earlier = [tokens for _, tokens in _with_tokens(before, store.folder, model)]
+        kept = list(_with_tokens(pending, store.folder, model))
 
-        # 2. Their sums.
+        # 2. The sums of images that are not scored.
         batch = max(1, _LOGITS // (model.target.image_tokens * model.target.vocab_size))
         for start in range(0, len(kept), batch):
-            some = slice(start, start + batch)
+            some = kept[start : start + batch]
+            tokens = [tokens for _, tokens in some]
             sums = token_sums(
                 model=model,
-                condition=model.condition([record["prompt"] for record in kept[some]]),
-                tokens=torch.stack(tokens[some]).long().to(model.target.device),
+                condition=model.condition([record["prompt"] for record, _ in some]),
+                tokens=torch.stack(tokens),
                 decoding=decodings[cell_id],
                 dtype=store.manifest["key"]["dtype"],
+                earlier=earlier,
             )
-            for record, row in zip(kept[some], sums, strict=True):
+            earlier += tokens
+            for (record, _), row in zip(some, sums, strict=True):
                 store.append_score(
                     {
                         "level": "tokens",
@@ -118,6 +128,16 @@ def score_tokens(store: RunStore, device: str, emit: Emit) -> int:
     return done
 
 
+def _with_tokens(
+    records: Iterable[Row], folder: Path, model: LoadedModel
+) -> Iterator[tuple[Row, Tensor]]:
+    """Yield the records whose pictures hold the tokens that were decoded, with the tokens [N]."""
+    for record in records:
+        tokens = read_tokens(folder / record["image"])
+        if tokens is not None and tokens_sha256(tokens) == record["tokens_sha256"]:
+            yield record, tokens.to(model.target.device).long()
+
+
 # ---- The sums of images
 
 _VALUES = 2**22  # probabilities in float64 at once
@@ -125,7 +145,13 @@ _VALUES = 2**22  # probabilities in float64 at once
 
 @torch.inference_mode()
 def token_sums(
-    model: LoadedModel, condition: Any, tokens: Tensor, decoding: Decoding, dtype: str = "float32"
+    model: LoadedModel,
+    condition: Any,
+    tokens: Tensor,
+    decoding: Decoding,
+    *,
+    dtype: str = "float32",
+    earlier: Sequence[Tensor] = (),
 ) -> list[dict[str, Any]]:
     """Compute the columns that `scores.jsonl` has of each image (level `tokens`).
 
@@ -135,6 +161,7 @@ def token_sums(
         tokens: Tokens of B images, int64 [B, N].
         decoding: Guidance, filters and drafting.
         dtype: The dtype of the decode steps, whose rounding the edge of the filters allows for.
+        earlier: Tokens [N] of images of the cell that were scored before.
 
     Raises:
         LogitsError: Target or drafter gives NaN or infinite logits.
@@ -145,40 +172,117 @@ def token_sums(
     q = None
     if model.drafter is not None and decoding.drafting_row.needs_drafter and not decoding.greedy:
         q = drafted_along(model.drafter, forced, decoding)
-    return sums_along(target=model.target, forced=forced, q=q, decoding=decoding, dtype=dtype)
+    return sums_along(
+        model=model, forced=forced, q=q, decoding=decoding, dtype=dtype, earlier=earlier
+    )
 
 
 def sums_along(
-    target: Target,
+    model: LoadedModel,
     forced: TeacherForced,
     q: Tensor | None,
     decoding: Decoding,
+    *,
     dtype: str = "float32",
+    earlier: Sequence[Tensor] = (),
 ) -> list[dict[str, Any]]:
     """Compute the rows of `token_sums` from distributions that are known.
 
     Args:
-        target: The target.
-        forced: Its logits along the tokens of B images.
+        model: The model.
+        forced: The target's logits along the tokens of B images.
         q: Distributions of the drafter at all tokens but the first, [B, N - 1, V].
         decoding: Guidance and filters.
         dtype: The dtype of the decode steps.
+        earlier: Tokens [N] of images that count as earlier than all of these.
     """
-    positions = torch.arange(forced.tokens.shape[1], device=forced.tokens.device)
-    is_drawn = target.forced_tokens(positions) < 0
+    images = _Images.of(model)
+    others = list(earlier)
     uncond = forced.logits.uncond
-    return [
-        _sums_of_image(
+    rows = []
+    for image, tokens in enumerate(forced.tokens):
+        row = _sums_of_image(
             tokens,
             cond=forced.logits.cond[image],
             uncond=None if uncond is None else uncond[image],
             q=None if q is None else q[image],
-            is_drawn=is_drawn,
+            others=others,
+            images=images,
             decoding=decoding,
             dtype=dtype,
         )
-        for image, tokens in enumerate(forced.tokens)
-    ]
+        rows.append(row)
+        others.append(tokens)
+    return rows
+
+
+class _Images(NamedTuple):
+    """What the images of a model have in common."""
+
+    is_drawn: Tensor  # bool [N], false for forced tokens
+    block: Tensor  # int64 [N], the block of each position
+    line: int  # tokens of a row; of the whole image if they do not form rows
+    # Codes of tokens [V, d], and their coordinates [V] along the first principal component. None
+    # without a codebook.
+    codes: Tensor | None
+    component: Tensor | None
+
+    @classmethod
+    def of(cls, model: LoadedModel) -> _Images:
+        """Describe the images of a model."""
+        target = model.target
+        positions = torch.arange(target.image_tokens, device=target.device)
+        line = target.line_length or target.image_tokens
+        half = 2 * positions // target.image_tokens
+        codes = None
+        component = None
+        if model.codebook is not None:
+            codes = model.codes.double()
+            component = _first_component(codes, used=target.n_codes)
+        return cls(
+            is_drawn=target.forced_tokens(positions) < 0,
+            block=4 * half + 2 * (positions // line % 2) + positions % line % 2,
+            line=line,
+            codes=codes,
+            component=component,
+        )
+
+    def closeness(self, tokens: Tensor, positions: slice) -> Tensor:
+        """Return minus the squared distances of all codes to the codes on the left and above.
+
+        Terms that are the same for all codes are left out.
+
+        Args:
+            tokens: Tokens of the image [N].
+            positions: The positions of the result [n, V].
+        """
+        assert self.codes is not None
+        rows = self.codes[tokens]
+        index = torch.arange(len(tokens), device=tokens.device)
+        neighbours = torch.zeros_like(rows)
+        count = torch.zeros_like(rows[:, :1])
+        for distance, exists in ((1, index % self.line > 0), (self.line, index >= self.line)):
+            here = index[exists]
+            neighbours[here] += rows[here - distance]
+            count[here] += 1.0
+        return 2.0 * neighbours[positions] @ self.codes.T - count[positions] * self._norms
+
+    @property
+    def _norms(self) -> Tensor:
+        """Squared lengths [V] of the codes."""
+        assert self.codes is not None
+        return self.codes.square().sum(dim=-1)
+
+
+def _first_component(codes: Tensor, used: int) -> Tensor:
+    """Return the coordinates [V] of codes [V, d] along the first principal component.
+
+    The sign, which is arbitrary, makes the largest entry of the component positive.
+    """
+    centred = codes - codes[:used].mean(dim=0)
+    _, vectors = torch.linalg.eigh(centred[:used].T @ centred[:used])
+    first = vectors[:, -1]
+    return centred @ (first * first[first.abs().argmax()].sign())
 
 
 def _sums_of_image(
@@ -187,11 +291,13 @@ def _sums_of_image(
     cond: Tensor,
     uncond: Tensor | None,
     q: Tensor | None,
-    is_drawn: Tensor,
+    others: Sequence[Tensor],
+    images: _Images,
     decoding: Decoding,
     dtype: str,
 ) -> dict[str, Any]:
     """Compute the row of one image from logits [N, V] and the drafter's q [N - 1, V]."""
+    is_drawn = images.is_drawn
     logits = guide(cond, uncond, decoding.cfg_scale)
     if bool(broken_logits(logits).any()):
         raise LogitsError(
@@ -203,7 +309,6 @@ def _sums_of_image(
 
     further: dict[str, Tensor] = {}
     chunks = []
-    ranges = []
     edge_tokens = 0
     step = max(1, _VALUES // logits.shape[1])
     for start in range(0, len(logits), step):
@@ -218,18 +323,30 @@ def _sums_of_image(
         if uncond is not None:
             further["prompt_information"] = cond[now].log_softmax(dim=-1)
             further["prompt_information"] -= uncond[now].log_softmax(dim=-1)
+        if images.component is not None:
+            further["first_component"] = images.component.expand_as(p)
+            further["closeness"] = images.closeness(tokens, now)
+        further[ALIKE] = _alike(others, now, p)
         if q is not None:
             drafted = q[max(0, start - 1) : start + step - 1].double()
             if start == 0:
                 # The first token is never drafted.
                 drafted = torch.cat([p[:1], drafted])
             further["drafter_tilt"] = (drafted - p) / (drafted + p)
-        summed, reached = _sums(p, tokens[now, None], further.values(), is_drawn=is_drawn[now])
-        chunks.append(summed)
-        ranges.append(reached)
+        chunks.append(
+            _sums(
+                p,
+                tokens[now, None],
+                further.values(),
+                is_drawn=is_drawn[now],
+                block=images.block[now],
+            )
+        )
 
-    sums = torch.stack(chunks).sum(dim=0).tolist()
-    drawn, impossible, entropy, largest, ten_largest, *of_features = sums
+    totals = torch.stack([chunk.totals for chunk in chunks]).sum(dim=0).tolist()
+    of_features = torch.stack([chunk.of_features for chunk in chunks]).sum(dim=0)
+    ranges = torch.stack([chunk.ranges for chunk in chunks]).amax(dim=0)
+    drawn, impossible, entropy, largest, ten_largest = totals
     return {
         "tokens": int(drawn),
         "impossible_tokens": int(impossible),
@@ -238,40 +355,68 @@ def _sums_of_image(
         "largest_p": largest / drawn,
         "ten_largest_p": ten_largest / drawn,
         "features": " ".join(["surprise", "squared_surprise", *further]),
-        "feature_sums": of_features,
-        "feature_ranges": torch.stack(ranges).amax(dim=0).tolist(),
+        "feature_sums": [float(f"{value:.8g}") for value in of_features.flatten().tolist()],
+        "feature_ranges": ranges.tolist(),
     }
 
 
-def _sums(
-    p: Tensor, x: Tensor, further: Iterable[Tensor], is_drawn: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return sums over tokens `x` [N, 1] drawn from p [N, V] as one vector, and ranges.
+def _alike(others: Sequence[Tensor], positions: slice, p: Tensor) -> Tensor:
+    """Return in how many other images each token has each position, [n, V] as p.
 
-    First five sums over all drawn tokens: 1, p = 0, entropy, largest probability, ten largest
-    probabilities. Then, over drawn tokens with p > 0, each feature minus its mean under p, and the
-    upper triangle of the covariance of the features under p. The ranges are how far each feature of
-    a possible token can be above its mean, then how far below.
+    The number is divided by the square root of how many images there are, so that the variances
+    of all images are alike.
     """
+    counts = torch.zeros_like(p)
+    if others:
+        tokens = torch.stack([tokens[positions] for tokens in others], dim=1)
+        counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=p.dtype))
+        counts /= len(others) ** 0.5
+    return counts
+
+
+class _Sums(NamedTuple):
+    """Sums over tokens x."""
+
+    totals: Tensor  # of all drawn tokens: 1, p = 0, entropy, largest p, ten largest p
+    # Of drawn tokens with p > 0, [blocks, m + m (m + 1) / 2]: each feature minus its mean under p,
+    # and the upper triangle of the covariance of the features under p
+    of_features: Tensor
+    # [2 m], how far each feature of a possible token can be above its mean, then how far below
+    ranges: Tensor
+
+
+def _sums(
+    p: Tensor, x: Tensor, further: Iterable[Tensor], *, is_drawn: Tensor, block: Tensor
+) -> _Sums:
+    """Sum over tokens `x` [n, 1] drawn from p [n, V] in blocks [n]."""
     surprise = torch.where(p > 0, -p.log(), 0.0)
     entropy = (p * surprise).sum(dim=-1, keepdim=True)
-    features = [surprise, (surprise - entropy).square()]
-    features += [feature.double() for feature in further]
-    f = torch.stack([torch.where(p > 0, feature, 0.0) for feature in features])
-    centred = f - (p * f).sum(dim=-1, keepdim=True)
+    f = torch.stack([surprise, (surprise - entropy).square(), *further], dim=1)
+    is_impossible = (p == 0)[:, None]
+    is_filtered = bool(is_impossible.any())
+    if is_filtered:
+        f.masked_fill_(is_impossible, 0.0)
+    f -= f @ p[:, :, None]
+    if is_filtered:
+        f.masked_fill_(is_impossible, 0.0)
 
+    # 1. Per token, then per block.
     is_possible = (p.gather(1, x) > 0).squeeze(1)
     used = (is_drawn & is_possible).double()
-    differences = centred.gather(2, x.expand(len(f), -1, -1)).squeeze(2) @ used
-    weighted = centred * (p * used[:, None])
-    covariance = torch.einsum("inv,jnv->ij", weighted, centred)
-    rows, columns = torch.triu_indices(len(f), len(f))
-    possible = torch.where(p > 0, centred, 0.0) * used[:, None]
-    ranges = torch.cat([possible.amax(dim=(1, 2)), -possible.amin(dim=(1, 2))])
+    differences = f.gather(2, x[:, None].expand(-1, f.shape[1], -1)).squeeze(2)
+    covariance = (f * p[:, None]) @ f.transpose(1, 2)
+    rows, columns = torch.triu_indices(f.shape[1], f.shape[1])
+    per_token = torch.cat([differences, covariance[:, rows, columns]], dim=1)
+    in_block = functional.one_hot(block, BLOCKS).T * used
 
+    # 2. Ranges, and sums over all drawn tokens.
+    reached = torch.cat([f.amax(dim=2), -f.amin(dim=2)], dim=1)
     largest = p.topk(min(10, p.shape[1]), dim=-1).values
     totals = [is_drawn, is_drawn & ~is_possible]
     of_tokens = [entropy[:, 0], largest[:, 0], largest.sum(dim=-1)]
     totals += [torch.where(is_drawn, values, 0.0) for values in of_tokens]
-    sums = [values.double().sum() for values in totals]
-    return torch.cat([torch.stack(sums), differences, covariance[rows, columns]]), ranges
+    return _Sums(
+        totals=torch.stack([values.double().sum() for values in totals]),
+        of_features=in_block @ per_token,
+        ranges=(reached * used[:, None]).amax(dim=0),
+    )

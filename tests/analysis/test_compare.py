@@ -219,6 +219,53 @@ def test_differing_settings_do_not_forbid_a_unlike():
     assert differences(make_run(), make_run()) == []
 
 
+def test_a_prompt_file_of_the_same_name_with_other_prompts_is_a_difference():
+    a = other(prompts={"set": "prompts.txt", "ids_sha256": "a" * 64})
+    b = other(prompts={"set": "prompts.txt", "ids_sha256": "b" * 64})
+    (difference,) = differences(a, b)
+    assert difference.kind == "setting"
+    assert difference.name == "hash of the prompts"
+
+
+def test_distances_of_two_versions_are_not_compared():
+    def of_version(alike):
+        def scores(records):
+            features = "surprise squared_surprise" + alike
+            count = len(features.split())
+            sums = [0.0] * count + [1.0] * (count * (count + 1) // 2)
+            row = {
+                "level": "tokens",
+                "tokens": 256,
+                "impossible_tokens": 0,
+                "mismatched_tokens": None,
+                "edge_tokens": 0,
+                "entropy": 1.0,
+                "largest_p": 0.5,
+                "ten_largest_p": 1.0,
+                "features": features,
+                "feature_sums": sums,
+                "feature_ranges": None,
+            }
+            return [
+                row | {"cell_id": record["cell_id"], "record_key": record["record_key"]}
+                for record in records
+            ]
+
+        return make_run(scores=scores)
+
+    old = of_version("")
+    new = of_version(" alike")
+    assert [str(difference) for difference in differences(old, new)] == [
+        "version of the distance: 1 in the first, 2 in the second"
+    ]
+    for pair, is_compared in (((new, new), True), ((old, new), False)):
+        table = compare_runs(*pair).table
+        rows = table[table["quantity"] == "distance"]
+        assert len(rows) == 3
+        assert rows["effect"].notna().all() == is_compared
+        assert rows["note"].str.contains("two versions").all() != is_compared
+
+
 def test_differing_protocols_are_compared_when_allowed():
     b = make_run(scores=lambda rows: [row | {"protocol": "other"} for row in make_scores(rows)])
     table = compare_runs(make_run(), b).table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,12 @@ import pytest
 from lantern_bench.analysis import token_distance
 from lantern_bench.analysis.cells import run_cells
 from lantern_bench.analysis.tables import tables_of
-from lantern_bench.analysis.token_distance import FeatureSums, distance, distance_columns
+from lantern_bench.analysis.token_distance import (
+    FeatureSums,
+    distance,
+    distance_columns,
+    distance_version,
+)
 from lantern_bench.storage.run_directory import RunData
 from tests.helpers.made_up_run import STRICT, WALKS, make_record, run_of
 
@@ -21,14 +27,14 @@ FEATURES = 3
 def sums_of_prompts(
     prompts: int, generator: np.random.Generator, *, shift: float = 0.0, spread: float = 0.0
 ) -> FeatureSums:
-    """Sums of one image per prompt, whose first feature is shifted by `shift` a token.
+    """Sums of one image per prompt, in one block. `shift` a token is that of the first feature.
 
     `spread` is the standard deviation of the shifts of all features between prompts.
     """
-    shifts = spread * generator.standard_normal((prompts, FEATURES))
-    shifts[:, 0] += shift
-    noise = generator.standard_normal((prompts, FEATURES))
-    covariance = np.broadcast_to(TOKENS * np.eye(FEATURES), (prompts, FEATURES, FEATURES))
+    shifts = spread * generator.standard_normal((prompts, 1, FEATURES))
+    shifts[..., 0] += shift
+    noise = generator.standard_normal((prompts, 1, FEATURES))
+    covariance = np.broadcast_to(TOKENS * np.eye(FEATURES), (prompts, 1, FEATURES, FEATURES))
     return FeatureSums(TOKENS * shifts + TOKENS**0.5 * noise, covariance)
 
 
@@ -42,7 +48,7 @@ def test_the_distance_has_no_bias_where_prompts_differ(prompts: int, spread: flo
     for _ in range(2000):
         sums = sums_of_prompts(prompts, generator, shift=0.1, spread=spread)
         total = sums.total
-        value = float(total.sums @ total.sums) / (TOKENS * prompts)
+        value = float((total.sums**2).sum()) / (TOKENS * prompts)
         centred = sums.sums - sums.sums.mean(axis=0)
         noise = (centred**2).sum() / TOKENS / prompts * prompts / (prompts - 1)
         values.append((value - noise) / tokens.sum())
@@ -51,7 +57,7 @@ def test_the_distance_has_no_bias_where_prompts_differ(prompts: int, spread: flo
     assert abs(np.mean(values) - 0.01) < 4 * error
     # The function is this statistic.
     total = sums.total
-    pairs = (total.sums @ total.sums - (sums.sums**2).sum()) / (TOKENS * prompts)
+    pairs = ((total.sums**2).sum() - (sums.sums**2).sum()) / (TOKENS * prompts)
     expected = prompts / (prompts - 1) * pairs / tokens.sum()
     assert distance(sums, tokens).value == pytest.approx(expected, rel=1e-9)
 
@@ -70,6 +76,46 @@ def test_intervals_of_1000_lossless_cells_hold_0(
         assert interval.high is not None
         missed += not interval.low <= 0.0 <= interval.high
     assert missed / 1000 <= most_missed
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shift", "spread", "most_missed"),
+    [
+        (4, 0.0, 0.0, 0.06),
+        (24, 0.0, 0.0, 0.06),
+        (24, 0.0, 0.1, 0.06),
+        (24, 0.1, 0.08, 0.08),
+        (24, 0.3, 0.1, 0.08),
+        (100, 0.1, 0.0, 0.07),
+    ],
+)
+def test_intervals_of_blocks_hold_the_true_distance_and_are_not_too_wide(
+    prompts: int, shift: float, spread: float, most_missed: float
+) -> None:
+    """Eight blocks of six features: 1,000 cells, whose first feature is shifted in every block."""
+    blocks = 8
+    features = 6
+    generator = np.random.default_rng(3)
+    tokens = np.full(prompts, float(TOKENS))
+    size = TOKENS / blocks
+    shape = (prompts, blocks, features, features)
+    covariance = np.broadcast_to(size * np.eye(features), shape)
+    missed = 0
+    widths = []
+    values = []
+    for _ in range(1000):
+        means = spread * generator.standard_normal((prompts, 1, features))
+        means[..., 0] += shift
+        noise = generator.standard_normal(shape[:3])
+        figure = distance(FeatureSums(size * means + size**0.5 * noise, covariance), tokens)
+        assert figure.value is not None
+        assert figure.low is not None
+        assert figure.high is not None
+        missed += not figure.low <= shift**2 <= figure.high
+        widths.append(figure.high - figure.low)
+        values.append(figure.value)
+    assert missed / 1000 <= most_missed
+    assert np.mean(widths) < 1.4 * 2.0 * 1.96 * np.std(values)
 
 
 @pytest.mark.parametrize("prompts", [1, 2, 3])
@@ -142,6 +188,32 @@ def test_the_tail_of_distance_p_is_valid_where_ranges_are_recorded(
     figures = figures_of(run_with(4, feature_ranges=ranges, feature_sums=sums))
     assert (figures["distance_p"] < 1e-4) is is_far
     assert figures["distance_p"] <= 0.01
+
+
+# ---- Scores of an earlier version
+
+
+def test_scores_of_two_versions_are_never_added() -> None:
+    """Version 1 had one block and no `alike`."""
+    old = run_with(4)
+    assert distance_version(old.scores) == "1"
+    assert figures_of(old)["note"] is None
+
+    other = old.scores[0] | {"record_key": "of another cell", "features": "alike"}
+    assert "version 1" in figures_of(replace(old, scores=[*old.scores, other]))["note"]
+
+    blocks = [0.0] * (2 * 8)
+    blocks[:2] = [1.0, 1.0]
+    new = run_with(4, features="alike", feature_sums=blocks)
+    assert distance_version(new.scores) == "2"
+    assert figures_of(new)["note"] is None
+
+    mixed = run_with(8, features="alike", feature_sums=blocks)
+    mixed.scores[:4] = old.scores
+    assert distance_version(mixed.scores) == "1 and 2"
+    of_new = figures_of(mixed)
+    assert of_new["note"] == "distance without 4 images, which were scored by version 1"
+    assert of_new["distance"] == figures_of(new)["distance"]
 
 
 def test_the_quality_table_says_how_many_prompts_an_interval_needs() -> None:

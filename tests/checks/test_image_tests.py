@@ -37,7 +37,7 @@ CELLS: dict[str, tuple[int, dict[str, Any]]] = {
     "dynamic": (2, {"drafting": "dynamic", "nodes": 10, "depth": 2, "beam": 5}),
     "block": (3, {"rule": "block", "tree": "chain-3"}),
 }
-ONE_BY_ONE = ("surprise", "distance", "bias toward the drafter", "alike in a batch")
+ONE_BY_ONE = ("surprise", "bias toward the drafter", "alike in a batch")
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +281,7 @@ def test_p_values_of_correct_rules_are_uniform(null: dict[str, list[dict[str, fl
             print(f"{cell}, {test}: KS p = {ks:.3f}, below .05: {np.mean(values < 0.05):.3f}")
             assert ks > 1e-4
         # The smallest of several, corrected, and a bound from Ville's inequality: at most uniform.
-        for test in ("depths", "last positions", "bets on the drafter"):
+        for test in ("distance", "depths", "last positions", "bets on the drafter"):
             below = float(np.mean([p[test] < 0.05 for p in several]))
             assert below < 0.05 + 4 * (0.05 * 0.95 / len(several)) ** 0.5, (cell, test)
         assert all(p["support"] == 1.0 and len(p) == TESTS for p in several)

@@ -34,6 +34,7 @@ from lantern_bench.models.families.lanterns.description import HELD_OUT
 from lantern_bench.models.families.lanterns.modules import AttributeClassifier
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.pictures import png_bytes
+from lantern_bench.storage.records import line_of
 from lantern_bench.storage.run_directory import read_records, read_scores
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import TABLES
@@ -352,6 +353,43 @@ def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
     assert greedy["distance"].isna().all()
 
 
+def test_scores_of_version_1_are_replaced_if_the_pictures_are_here(tiny_copy: Path) -> None:
+    score_all_tokens(tiny_copy, lambda _event: None)
+    current = of_tokens(tiny_copy)
+    path = tiny_copy / "scores.jsonl"
+    lines = []
+    is_old = True
+    for row in current.values():
+        if row["features"] and is_old:
+            names = row["features"].split()
+            names.remove("alike")
+            lines.append(line_of(row | {"features": " ".join(names), "feature_sums": [0.0]}))
+        else:
+            lines.append(line_of(row))
+        is_old = not is_old
+    path.write_bytes(b"".join(lines))
+    old = sum("alike" not in (row["features"] or "alike") for row in of_tokens(tiny_copy).values())
+    assert 0 < old < len(current)
+    assert score_all_tokens(tiny_copy, lambda _event: None) == old
+    again = of_tokens(tiny_copy)
+    assert {key: row["features"] for key, row in again.items()} == {
+        key: row["features"] for key, row in current.items()
+    }
+
+
+def test_images_of_an_earlier_session_count_as_earlier(tiny_copy: Path) -> None:
+    """The images of a cell that are scored later have the sums that one session gives them."""
+    score_all_tokens(tiny_copy, lambda _event: None)
+    whole = of_tokens(tiny_copy)
+    path = tiny_copy / "scores.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:1]))
+    score_all_tokens(tiny_copy, lambda _event: None)
+    for key, row in of_tokens(tiny_copy).items():
+        if row["features"]:
+            np.testing.assert_allclose(row["feature_sums"], whole[key]["feature_sums"], atol=1e-3)
+
+
 def test_pictures_without_the_tokens_of_their_records_are_left_out(tiny_copy: Path) -> None:
     score_all_tokens(tiny_copy, lambda _event: None)
     rows = of_tokens(tiny_copy)
@@ -367,5 +405,7 @@ def test_pictures_without_the_tokens_of_their_records_are_left_out(tiny_copy: Pa
     events: list[Any] = []
     assert score_all_tokens(tiny_copy, events.append) == 15
     again = of_tokens(tiny_copy)
-    assert again == {key: row for key, row in rows.items() if key not in left_out}
+    assert again.keys() == rows.keys() - left_out
+    # `alike` counts only images that are here.
+    assert all(row["entropy"] == rows[key]["entropy"] for key, row in again.items())
     assert "leaves out 3 images" in events[-1].text

@@ -30,10 +30,17 @@ from lantern_bench.utils.errors import LogitsError
 CHAIN: dict[str, Any] = {"drafting": "static", "rule": "strict", "tree": ((0,), (0, 0), (0, 0, 0))}
 
 
-def table_model(model: TabularModel) -> LoadedModel:
-    from types import SimpleNamespace
-
-    return SimpleNamespace(target=model, drafter=model.drafter)  # type: ignore[return-value]
+def table_model(model: TabularModel, codebook: Tensor | None = None) -> LoadedModel:
+    return LoadedModel(
+        name="tables",
+        target=model,
+        drafter=model.drafter,
+        pixels=None,
+        codebook=codebook,
+        condition=lambda _: None,
+        weights={},
+        grid=(1, model.image_tokens),
+    )
 
 
 def sums_of(rows: Sequence[dict[str, Any]]) -> FeatureSums:
@@ -60,6 +67,25 @@ def ancestral(model: TabularModel, images: int, decoding: Decoding, seed: int) -
     return torch.stack(tokens, dim=1)
 
 
+CODES = torch.randn(5, 3, generator=torch.Generator().manual_seed(6))
+LINE = 2
+BLOCKS_OF_POSITIONS = [0, 1, 2, 4 + 3, 4]  # half, row and column parity, of five tokens
+
+
+def features_of_codes(tokens: Tensor, image: int, position: int, v: int) -> list[float]:
+    """First component, closeness and `alike` of token v in lines of two tokens."""
+    codes = CODES.double().numpy()
+    centred = codes - codes.mean(axis=0)
+    axis = np.linalg.svd(centred)[2][0]
+    axis *= np.sign(axis[np.abs(axis).argmax()])
+    near = [position - 1] if position % LINE else []
+    if position >= LINE:
+        near.append(position - LINE)
+    squares = [((codes[v] - codes[tokens[image, other]]) ** 2).sum() for other in near]
+    same = int((tokens[:image, position] == v).sum())
+    return [centred[v] @ axis, -sum(squares), same / max(1, image) ** 0.5]
+
+
 @pytest.mark.parametrize(
     "values", [{}, {"cfg_scale": 2.0}, {"cfg_scale": 2.0, "top_k": 3, "temperature": 0.8}]
 )
@@ -69,18 +95,20 @@ def test_sums_are_those_of_the_definition(
     # two positions at once: chunks meet inside the image
     monkeypatch.setattr(scorer, "_VALUES", 10)
     table = TabularModel(5, 5, seed=3)
+    table.line_length = LINE
     decoding = Decoding("speculative", **CHAIN, **values)
     tokens = ancestral(table, 4, decoding, seed=1)
-    rows = token_sums(model=table_model(table), condition=None, tokens=tokens, decoding=decoding)
+    model = table_model(table, CODES)
+    rows = token_sums(model=model, condition=None, tokens=tokens, decoding=decoding)
     guided = decoding.cfg_scale != 1
     forced = teacher_forced(target=table, condition=None, tokens=tokens, guided=guided)
     drafts = list(drafter_logits_along(table.drafter, forced))
     for image, row in enumerate(rows):
-        expected = np.zeros(3 + guided)
+        expected = np.zeros((8, 6 + guided))
         entropy = 0.0
-        covariance = np.zeros((3 + guided, 3 + guided))
-        above = np.zeros(3 + guided)
-        below = np.zeros(3 + guided)
+        covariance = np.zeros((8, 6 + guided, 6 + guided))
+        above = np.zeros(6 + guided)
+        below = np.zeros(6 + guided)
         for position, x in enumerate(tokens[image].tolist()):
             cond = forced.logits.cond[image, position]
             uncond = (
@@ -99,12 +127,14 @@ def test_sums_are_those_of_the_definition(
                 feature = [-np.log(p[v]), (-np.log(p[v]) - h) ** 2]
                 if uncond is not None:
                     feature.append(float(cond.log_softmax(-1)[v] - uncond.log_softmax(-1)[v]))
+                feature += features_of_codes(tokens, image, position, v)
                 values_of[v] = np.array([*feature, (q[v] - p[v]) / (q[v] + p[v])])
             mean = sum(p[v] * values_of[v] for v in possible)
-            expected += values_of[x] - mean
+            block = BLOCKS_OF_POSITIONS[position]
+            expected[block] += values_of[x] - mean
             above = np.max([above, *(values_of[v] - mean for v in possible)], axis=0)
             below = np.max([below, *(mean - values_of[v] for v in possible)], axis=0)
-            covariance += sum(
+            covariance[block] += sum(
                 p[v] * np.outer(values_of[v] - mean, values_of[v] - mean) for v in possible
             )
             entropy += h / 5
@@ -115,10 +145,27 @@ def test_sums_are_those_of_the_definition(
         assert row["tokens"] == 5
         assert row["impossible_tokens"] == 0
         assert row["entropy"] == pytest.approx(entropy, abs=1e-6)
-        names = ["surprise", "squared_surprise", "drafter_tilt"]
-        if guided:
-            names.insert(2, "prompt_information")
-        assert row["features"].split() == names
+
+
+@pytest.mark.parametrize(
+    ("guided", "codebook", "names"),
+    [
+        (True, True, "prompt_information first_component closeness alike"),
+        (False, True, "first_component closeness alike"),
+        (True, False, "prompt_information alike"),
+    ],
+)
+def test_models_without_guidance_or_codebook_have_fewer_features(
+    guided: bool, codebook: bool, names: str
+) -> None:
+    table = TabularModel(5, 5, seed=3)
+    (row,) = token_sums(
+        model=table_model(table, CODES if codebook else None),
+        condition=None,
+        tokens=torch.zeros(1, 5, dtype=torch.int64),
+        decoding=Decoding("ar", cfg_scale=1.0 + guided),
+    )
+    assert row["features"] == f"surprise squared_surprise {names}"
 
 
 def test_p_values_of_2000_lossless_cells_are_uniform() -> None:
@@ -128,6 +175,7 @@ def test_p_values_of_2000_lossless_cells_are_uniform() -> None:
     table = TabularModel(8, 4, seed=5)
     decoding = Decoding("speculative", **CHAIN, cfg_scale=2.0)
     is_drawn = torch.ones(960, dtype=torch.bool)
+    block = torch.zeros(960, dtype=torch.int64)
     cells = []
     for seed in range(10):
         tokens = ancestral(model=table, images=200 * 240, decoding=decoding, seed=seed)
@@ -143,9 +191,8 @@ def test_p_values_of_2000_lossless_cells_are_uniform() -> None:
             each.reshape(200, 960, -1) for each in (p, tokens, information, (q - p) / (q + p))
         ]
         for of_p, x, *further in zip(*values, strict=True):
-            summed, _ = scorer._sums(p=of_p, x=x, further=further, is_drawn=is_drawn)
-            columns = summed[5:].numpy()
-            cells.append(FeatureSums.of(columns[None], 4))
+            sums = scorer._sums(of_p, x, further, is_drawn=is_drawn, block=block)
+            cells.append(FeatureSums.of(sums.of_features[:1].numpy(), 4))
     p_values = np.array([cell.total.p_value for cell in cells])
     assert kstest(p_values, "uniform").pvalue > 0.01
     assert (p_values < 1e-3).mean() < 4e-3
@@ -209,10 +256,10 @@ def test_sums_do_not_depend_on_batch_and_packed_weights(
             condition=packed.condition([prompts[number]]),
             tokens=tokens[number : number + 1],
             decoding=decoding,
+            earlier=list(tokens[:number]),
         )
         np.testing.assert_allclose(alone["feature_sums"], row["feature_sums"], rtol=1e-3, atol=1e-2)
-        names = "surprise squared_surprise prompt_information drafter_tilt"
-        assert alone["features"] == row["features"] == names
+        assert alone["features"] == row["features"]
 
 
 def test_greedy_images_are_counted_token_by_token(
@@ -259,10 +306,11 @@ def test_logits_that_are_no_numbers_are_an_error() -> None:
 
 def test_a_feature_that_cannot_vary_counts_nothing() -> None:
     covariance = np.array([[4.0, 2.0, 0.0], [2.0, 3.0, 0.0], [0.0, 0.0, 0.0]])
-    sums = FeatureSums(np.array([2.0, -1.0, 0.0]), covariance)
+    sums = FeatureSums(np.array([[2.0, -1.0, 0.0]]), covariance[None])
     assert sums.freedom == 2
     assert sums.chi_square == pytest.approx(sums.chosen([0, 1]).chi_square)
-    assert distance(FeatureSums(np.zeros((2, 1)), np.zeros((2, 1, 1))), np.ones(2)).value is None
+    constant = FeatureSums(np.zeros((2, 1, 1)), np.zeros((2, 1, 1, 1)))
+    assert distance(constant, np.ones(2)).value is None
 
 
 def test_intervals_of_the_distance_cover_a_true_shift() -> None:
@@ -274,8 +322,9 @@ def test_intervals_of_the_distance_cover_a_true_shift() -> None:
     tokens = 256.0
     covered = []
     for _ in range(200):
-        noise = generator.standard_normal((24, 3)) * np.sqrt(tokens)
-        sums = FeatureSums(tokens * shift + noise, np.broadcast_to(tokens * np.eye(3), (24, 3, 3)))
+        noise = generator.standard_normal((24, 1, 3)) * np.sqrt(tokens)
+        covariance = np.broadcast_to(tokens * np.eye(3), (24, 1, 3, 3))
+        sums = FeatureSums(tokens * shift + noise, covariance)
         interval = distance(sums, np.full(24, tokens))
         assert interval.low is not None
         assert interval.high is not None
