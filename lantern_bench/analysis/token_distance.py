@@ -97,12 +97,7 @@ def _figures(cell: CellRecords, rows: Mapping[str, Row], *, is_mixed: bool) -> R
     tokens = [row["tokens"] for row in images]
     first = images[0]
 
-    figures: Row = {}
-    for name, counted in _SHARES.items():
-        if first[counted] is not None:
-            # Older scores have no edge tokens, and neither has greedy decoding.
-            counts = [row[counted] - (row["edge_tokens"] or 0) for row in images]
-            figures[name] = sum(counts) / sum(tokens)
+    figures = token_shares(images)
     if not first["features"]:  # at temperature 0
         return figures
 
@@ -131,6 +126,22 @@ def _figures(cell: CellRecords, rows: Mapping[str, Row], *, is_mixed: bool) -> R
     if figures.get("impossible"):
         figures["distance_p"] = 0.0
     return figures
+
+
+def token_shares(images: Sequence[Row]) -> Row:
+    """Return the shares of tokens that the target cannot give, and that are not its largest.
+
+    Args:
+        images: Rows of level `tokens` of one cell.
+    """
+    tokens = sum(row["tokens"] for row in images)
+    shares: Row = {}
+    for name, counted in _SHARES.items():
+        if images[0].get(counted) is not None:
+            # Older scores have no edge tokens, and neither has greedy decoding.
+            counts = [row[counted] - (row.get("edge_tokens") or 0) for row in images]
+            shares[name] = sum(counts) / tokens
+    return shares
 
 
 def p_value(

@@ -17,6 +17,7 @@ from lantern_bench.cli.options import (
     with_flags,
 )
 from lantern_bench.methods.catalog import MODES
+from lantern_bench.models.model import no_picture
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import class_prompt
 from lantern_bench.sweeps.request import check_cells
@@ -94,6 +95,8 @@ def generate(
     chosen = resolved.settings
     prompt = _prompt(described, caption, label=label, is_needed=not random_weights)
     _check_out(out, force=force)
+    if described.why_no_pixels and not random_weights:
+        raise no_picture(model, described.why_no_pixels)
 
     import torch
 
@@ -160,7 +163,7 @@ def _row(
     task: ImageTask, image: DecodedImage, model: LoadedModel, *, device: torch.device
 ) -> dict[str, Any]:
     """Return the row of an image in the table."""
-    from lantern_bench.analysis.token_distance import distance_of_image
+    from lantern_bench.analysis.token_distance import distance_of_image, token_shares
     from lantern_bench.metrics.token_sums import token_sums
 
     [sums] = token_sums(
@@ -175,6 +178,7 @@ def _row(
         "image": task.image_index,
         **{name: columns[name] for name in _FIGURES},
         "distance": distance_of_image(sums),
+        **token_shares([sums]),
     }
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import zipfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -34,13 +33,14 @@ from lantern_bench.models.families.lanterns import modules as classifier
 from lantern_bench.models.families.lanterns.description import WEIGHTS_FOLDER
 from lantern_bench.storage.pictures import (
     PICTURE_SUFFIXES,
-    files_below,
+    other_files,
     pictures_below,
     read_rgb,
 )
 from lantern_bench.utils import files
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.hashes import remembered_sha256
+from lantern_bench.utils.progress import Note, tell
 
 # ---- Feature extractors
 
@@ -328,13 +328,15 @@ def embedded_reference() -> FeatureReference:
 def folder_reference(folder: Path) -> PictureReference:
     """Return all pictures in a folder and below it; raises `UserError` if it has none."""
     paths = pictures_below(folder)
+    others = other_files(folder)
+    allowed = f"Allowed: {', '.join(PICTURE_SUFFIXES)}"
     if not paths:
-        others = Counter(path.suffix or path.name for path in files_below(folder)).most_common(5)
-        found = ", ".join(f"{count} {suffix}" for suffix, count in others)
         raise UserError(
-            f"no pictures in the reference folder {folder}, which holds {found or 'no files'}",
-            f"Allowed: {', '.join(PICTURE_SUFFIXES)}",
+            f"no pictures in the reference folder {folder}, which holds {others or 'no files'}",
+            allowed,
         )
+    if others:
+        tell(Note(f"files of the reference folder {folder} that are not read: {others}", allowed))
     return _of_files(folder.name, paths)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import io
 import os
 from collections.abc import Callable, Sequence
@@ -200,12 +199,7 @@ _REWARD_TOKENS = 35
 
 
 def image_reward(_protocol: Protocol, device: torch.device | str) -> EachPicture:
-    """Load ImageReward 1.0 (Xu et al. 2023)."""
-    if importlib.util.find_spec("ImageReward") is None:
-        raise RefusedError(
-            "ImageReward is not installed: the protocol image-reward needs its package",
-            "Install the extra: pip install 'lantern-bench[image-reward]'",
-        )
+    """Load ImageReward 1.0 (Xu et al. 2023), whose package `Protocol.find_networks` looks for."""
     [path] = find_weights("ImageReward", NETWORK_FILES["image_reward"])
     if not (path.parent / "med_config.json").is_file():
         raise RefusedError(

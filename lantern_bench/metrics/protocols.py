@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import msgspec
 from lantern_bench.methods.catalog import METRICS, OF_IMAGES, REFUSED_METRICS
 from lantern_bench.models.checkpoints.hub import find_weights
 from lantern_bench.models.registry import model_of
-from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.errors import LanternError, RefusedError, UserError, joined
 from lantern_bench.utils.text import did_you_mean
 
 EMBEDDED = "embedded"
@@ -47,10 +48,23 @@ class Protocol:
     reference: str | None = None  # the default reference; None requires --reference
 
     def find_networks(self) -> None:
-        """Raise one `RefusedError` for all files of networks that are not on this machine."""
+        """Raise one error for the package and all files of networks that are not here."""
+        missing: list[LanternError] = []
+        if "image_reward" in self.metrics and importlib.util.find_spec("ImageReward") is None:
+            missing.append(
+                RefusedError(
+                    "ImageReward is not installed: the protocol image-reward needs its package",
+                    "Install the extra: pip install 'lantern-bench[image-reward]'",
+                )
+            )
         used = {self.features, self.manifold, self.clip_model, *self.metrics}
         files = [file for network, file in NETWORK_FILES.items() if network in used]
-        find_weights(f"the protocol {self.name}", *files)
+        try:
+            find_weights(f"the protocol {self.name}", *files)
+        except RefusedError as error:
+            missing.append(error)
+        if missing:
+            raise joined(missing)
 
 
 class _Shipped(msgspec.Struct, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import msgspec
 
 from lantern_bench.models.checkpoints import hub
-from lantern_bench.models.model import Model
+from lantern_bench.models.model import NO_TOKENIZER, Model
 from lantern_bench.models.networks.transformer_config import (
     TransformerConfig,
     with_one_rope_base,
@@ -255,6 +255,13 @@ class CheckpointModel(Model):
         except LanternError as error:
             return [error]
         return []
+
+    @property
+    def why_no_pixels(self) -> str:
+        """Why it cannot draw pictures: a model file may name no tokenizer."""
+        published = [hub.PARTS.get(name, {}) for name in self.family_spec.models]
+        is_apart = any("tokenizer" in parts for parts in published)
+        return NO_TOKENIZER if self.paths and is_apart and "tokenizer" not in self.paths else ""
 
     def open_part(self, part: str) -> Checkpoint:
         """Open the target's or the tokenizer's checkpoint, the entry that the model file names."""

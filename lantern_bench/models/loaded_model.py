@@ -14,6 +14,7 @@ from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.neighbours import Space, in_space
 from lantern_bench.decoding.protocol import Drafter, PixelDecoder, Target
 from lantern_bench.methods.parameters import NeighbourMetric
+from lantern_bench.models.model import NO_TOKENIZER, no_picture
 from lantern_bench.models.neighbour_tables import kept_nearest_codes
 from lantern_bench.models.networks.target import (
     CachedTarget,
@@ -90,7 +91,7 @@ class LoadedModel:
     reference: Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None = None
     remarks: Sequence[str] = ()  # what the user should know of its files
     compiles: bool = True  # whether the target's code can be compiled
-    why_no_pixels: str = "it has no tokenizer"  # if `pixels` is None
+    why_no_pixels: str = NO_TOKENIZER  # if `pixels` is None
     # runs the steps, uncompiled by default
     engine: Engine = field(default_factory=Engine, repr=False)
     _tables: dict[NeighbourMetric, Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -101,11 +102,7 @@ class LoadedModel:
     def pixel_decoder(self) -> PixelDecoder:
         """Return the pixel decoder. Raises `UserError` for a model without one."""
         if self.pixels is None:
-            raise UserError(
-                f"{self.name}: no picture can be drawn: {self.why_no_pixels}",
-                "Name the tokenizer's checkpoint in the model's file; or ask for the tokens alone, "
-                "from Python, with `lantern_bench.decode`.",
-            )
+            raise no_picture(self.name, self.why_no_pixels)
         return self.pixels
 
     def draw(self, tokens: Tensor) -> Tensor:

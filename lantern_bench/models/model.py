@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from lantern_bench.models.loaded_model import LoadedModel
 
 
+NO_TOKENIZER = "it has no tokenizer"
+"""Why a model without a tokenizer draws no pictures."""
+
+
+def no_picture(name: str, reason: str) -> UserError:
+    """Return the error for a model that cannot draw pictures."""
+    return UserError(
+        f"{name}: no picture can be drawn: {reason}",
+        "Name the tokenizer's checkpoint in the model's file; or ask for the tokens alone, "
+        "from Python, with `lantern_bench.decode`.",
+    )
+
+
 class Model(ABC):
     """A model that can be loaded, by name or from a model file."""
 
@@ -58,6 +71,11 @@ class Model(ABC):
             drafter: Whether the drafter is needed.
         """
         return []
+
+    @property
+    def why_no_pixels(self) -> str:
+        """Why it cannot draw pictures, as far as it is known before loading; empty if it can."""
+        return ""
 
     @property
     def lacks_drafter(self) -> bool:

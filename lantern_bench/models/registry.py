@@ -170,6 +170,10 @@ class _WithDrafter(Model):
     def missing(self, *, drafter: bool) -> list[LanternError]:  # noqa: ARG002
         return self.model.missing(drafter=False)
 
+    @property
+    def why_no_pixels(self) -> str:
+        return self.model.why_no_pixels
+
     def stated(self, part: str, key: str) -> str | None:
         if part == "drafter":
             return super().stated(part, key)

@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,6 +89,14 @@ def files_below(folder: Path) -> Iterator[Path]:
 def pictures_below(folder: Path) -> list[Path]:
     """Return the picture files in a folder and below it, by path."""
     return sorted(path for path in files_below(folder) if path.suffix.lower() in PICTURE_SUFFIXES)
+
+
+def other_files(folder: Path) -> str:
+    """Count the files in a folder and below it that are no pictures: `3 .pgm, 1 .txt`."""
+    counts = Counter(path.suffix.lower() or path.name for path in files_below(folder))
+    for suffix in PICTURE_SUFFIXES:
+        del counts[suffix]
+    return ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(5))
 
 
 def read_rgb(path: Path) -> Image.Image:

@@ -13,7 +13,7 @@ from lantern_bench.config.plan import ImageTask, Plan, make_plan, parse_shard
 from lantern_bench.config.settings import Overrides
 from lantern_bench.methods.catalog import missing_drafter
 from lantern_bench.metrics.protocols import Protocol, default_protocol, protocol_of
-from lantern_bench.models.model import Model
+from lantern_bench.models.model import Model, no_picture
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts.sets import describe_prompts, load_prompts
 from lantern_bench.storage.run_directory import done_images, finished_records, run_folder
@@ -177,6 +177,8 @@ def _lacking(
         cells = [cell for cell in experiment.cells if cell.model == name]
         needs_drafter = any(cell.decoding.drafting_row.needs_drafter for cell in cells)
         errors += model.missing(drafter=needs_drafter)
+        if model.why_no_pixels:
+            errors.append(no_picture(name, model.why_no_pixels))
     if "quality" in experiment.settings.metrics:
         try:
             protocol.find_networks()

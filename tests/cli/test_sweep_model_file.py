@@ -239,6 +239,13 @@ def test_missing_parts_stop_a_sweep_before_it_writes(
     refuse(["sweep", "tiny.yaml", *make(), "--out", "run"], code, message)
 
 
+def test_a_missing_tokenizer_stops_before_the_target_is_read(refuse: Callable[..., None]) -> None:
+    model = write_model("c2i", tokenizer=None)
+    Path("model/target.pt").write_bytes(b"no weights")
+    refuse(["sweep", "tiny.yaml", "--model", model, "--out", "run"], 2, "it has no tokenizer")
+    refuse(["generate", "--class", "1", "--model", model], 2, "it has no tokenizer")
+
+
 def other_encoder() -> list[str]:
     folder = save_tiny_t5(Path("narrow"), d_model=16)
     return ["--model", write_model("t2i", text_encoder={"dir": folder})]

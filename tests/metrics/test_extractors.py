@@ -19,6 +19,7 @@ from lantern_bench.metrics import extractors
 from lantern_bench.metrics.protocols import PROTOCOLS, Preparation
 from lantern_bench.models.families.lanterns.modules import AttributeClassifier, load_classifier
 from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.progress import heard_by
 from scripts.train_lanterns.part_tasks import reference_scenes
 from scripts.train_lanterns.parts import write_embedded, write_weights
 
@@ -203,6 +204,18 @@ def test_folder_reference_reads_pictures_by_name(tmp_path: Path) -> None:
     assert isinstance(reference, extractors.PictureReference)
     assert [int(extractors.read_picture(path)[0, 0, 0]) for path in reference.paths] == [200, 10]
     assert f"{tmp_path.name}, n=2, sha256=" in reference.label
+
+
+def test_files_that_are_no_pictures_are_counted(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.PNG")
+    for name in ("a.pgm", "b.PGM", "notes.txt", "LICENSE"):
+        (tmp_path / name).touch()
+    heard: list[Any] = []
+    with heard_by(heard.append):
+        assert len(extractors.folder_reference(tmp_path).paths) == 1
+    assert "that are not read: 2 .pgm, " in heard[0].text
+    assert "1 .txt" in heard[0].text
+    assert "1 LICENSE" in heard[0].text
 
 
 def test_a_link_to_a_picture_that_is_gone_is_named(tmp_path: Path) -> None:

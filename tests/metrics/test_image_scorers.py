@@ -186,9 +186,9 @@ def load(name: str) -> Any:
             "Put HPS_v2.1_compressed.pt",
         ),
         (
-            lambda: load("image_reward"),
+            lambda: PROTOCOLS["image-reward"].find_networks(),
             RefusedError,
-            "ImageReward is not installed",
+            "ImageReward is not installed: [^|]*has ImageReward.pt",
             "lantern-bench[image-reward]",
         ),
     ],
