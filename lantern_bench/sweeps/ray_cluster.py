@@ -31,7 +31,7 @@ from lantern_bench.sweeps.request import DEFAULT_CLUSTER, Request
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import collect_garbage, now, stamp
 from lantern_bench.utils.errors import LanternError, RecordsFailedError, RefusedError
-from lantern_bench.utils.progress import Emit, Note, ignore_events
+from lantern_bench.utils.progress import Emit, Note, heard_by, ignore_events
 from lantern_bench.utils.text import one_line
 
 if TYPE_CHECKING:
@@ -211,17 +211,19 @@ class Worker:
         from lantern_bench.sweeps.decoder import Decoder
 
         settings = request.experiment.settings
-        notes = list[Any]()
-        compute, models = load_to_decode(request.experiment, notes.append)
+        heard = list[Any]()
+        compute, models = load_to_decode(request.experiment, heard.append)
         if compute.device.type == "cpu":
             torch.set_num_threads(settings.threads or cores)
         if settings.threads is None:
-            prepare_models(list(request.plan.batches()), models, emit=ignore_events)
-            choose_threads_for(request.plan.tasks, models, emit=notes.append)
+            with heard_by(heard.append):
+                prepare_models(list(request.plan.batches()), models, emit=ignore_events)
+            choose_threads_for(request.plan.tasks, models, emit=heard.append)
         self.decoder = Decoder(models, compute, {}, settings.redecodes)
         key = key_fields(models, settings, compute, cells=request.plan.cells)
         return Ready(
-            notes=notes,
+            # Progress that is over says nothing.
+            notes=[event for event in heard if isinstance(event, Note)],
             key=key,
             session={"device": device_columns(compute.device), "machine": machine_block()},
             block=compute_block(compute, compiled=key["compile"]),

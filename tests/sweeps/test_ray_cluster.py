@@ -29,10 +29,11 @@ from lantern_bench.config.settings import Overrides
 from lantern_bench.models import registry
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.run_directory import read_manifest, read_records
-from lantern_bench.sweeps import ray_cluster
+from lantern_bench.sweeps import choose_threads, decode_missing, ray_cluster
 from lantern_bench.sweeps.ray_cluster import DeviceSlot, missing_of, shards_of, slots_of
 from lantern_bench.sweeps.request import prepare
 from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.progress import Note, ProgressEvent, tell
 from tests.faults.child import install
 from tests.helpers.tiny_model import EXPERIMENT, PROMPTS, TinyModel
 
@@ -393,3 +394,20 @@ def test_a_device_of_this_machine_is_refused_on_a_cluster(
         UserError, match="--device cuda:1: with --ray, Ray gives each worker its device"
     ):
         prepare(home / "tiny.yaml", overrides, ray="auto")
+
+
+def test_what_a_worker_says_of_its_captions_reaches_the_driver(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare_models(*_args: Any, **_named: Any) -> float:
+        tell(ProgressEvent("captions", 1, 2))
+        tell(Note("1 of 2 captions are longer"))
+        return 0.0
+
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": TinyModel()})
+    monkeypatch.setattr(decode_missing, "prepare_models", prepare_models)
+    monkeypatch.setattr(choose_threads, "choose_threads_for", lambda *_args, **_named: None)
+    overrides = Overrides.from_flags({"images": "2", "device": "cpu"})
+    request = prepare(home / "tiny.yaml", overrides, out=tmp_path / "run", ray="auto")
+    notes = ray_cluster.Worker().load(request, 1).notes
+    assert [note.text for note in notes if note.level != "detail"] == ["1 of 2 captions are longer"]
