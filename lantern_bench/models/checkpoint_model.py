@@ -69,10 +69,8 @@ FAMILIES = msgspec.toml.decode(
 
 
 def layout_of(checkpoint: Checkpoint) -> str:
-    """Return the layout of a checkpoint: hf, or the official layout of LlamaGen."""
-    if any(name.startswith(("model.", "lm_head.")) for name in checkpoint):
-        return "hf"
-    return "official"
+    """Return the layout of a checkpoint: hf, or LlamaGen's official one, which joins q, k and v."""
+    return "official" if any(".wqkv." in name for name in checkpoint) else "hf"
 
 
 class CheckpointModel(Model):

@@ -13,7 +13,7 @@ import re
 import tomllib
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -135,6 +135,22 @@ class Checkpoint(dict[str, Tensor]):
                 f"that was not written to its end: {', '.join(found[:8])}{more}"
             )
 
+    def leave_root(self, wanted: Collection[str]) -> None:
+        """Remove a name that stands before all tensors, if it hides the wanted names.
+
+        Lightning and other wrappers put `model.` or the name of an attribute there.
+
+        Args:
+            wanted: Names of the tensors that will be read.
+        """
+        root = next(iter(self), "").partition(".")[0] + "."
+        inside = {name.removeprefix(root): tensor for name, tensor in self.items()}
+        is_before_all = inside.keys().isdisjoint(self)
+        hides = self.keys().isdisjoint(wanted) and not inside.keys().isdisjoint(wanted)
+        if is_before_all and hides:
+            self.clear()
+            self.update(inside)
+
     def require(self, ending: str, wanted: str, advice: str = _GIVE_OTHER) -> None:
         """Raise `UserError` unless the name of a tensor has this ending.
 
@@ -213,7 +229,6 @@ def open_checkpoint(
             if place != file:
                 raise _misplaced(file, name, f"which the index places in {place.name}")
         tensors |= read
-    tensors = _without_average(tensors, path, remarks)
     # `dict(model.named_parameters())` holds parameters, which need gradients.
     clean = {rename(_WRAPPERS.sub("", name)): tensor.detach() for name, tensor in tensors.items()}
     if len(clean) < len(tensors):
@@ -228,10 +243,9 @@ def _read(
     head = _head(file)
     if file.suffix == ".safetensors" or head[8:9] == b"{":
         loaded: Any = _read_safetensors(file)
-        found = {"": loaded}
     else:
         loaded = _unpickle(file, zipped=head.startswith(b"PK"))
-        found = _entries(file, loaded)
+    found = _entries(file, loaded)
     if entry is None:
         entry = _entry_of(file, found, remarks)
         remarks += _unnamed_averages(file, loaded, found)
@@ -331,21 +345,6 @@ def _misplaced(file: Path, name: str, where: str) -> UserError:
     )
 
 
-def _without_average(
-    tensors: dict[str, Tensor], path: Path, remarks: list[str]
-) -> dict[str, Tensor]:
-    """Return the tensors of a file with averaged weights alone without what marks them."""
-    starts = {name.partition(".")[0] for name in tensors}
-    # torch's AveragedModel counts its updates.
-    mark = "n_averaged" if "n_averaged" in starts else min(starts, default="")
-    is_whole = len(starts) == 1 or mark == "n_averaged"
-    if not is_whole or _AVERAGED.search(mark) is None:
-        return tensors
-    remarks.append(f"{path}: {_IS_AVERAGED} ({mark})")
-    tensors.pop(mark, None)
-    return {name.removeprefix(f"{mark}."): tensor for name, tensor in tensors.items()}
-
-
 def _head(path: Path) -> bytes:
     """Return the first bytes of a file. Raises `UserError` if it is certainly no checkpoint."""
     try:
@@ -432,12 +431,28 @@ def _state_dicts(
     """
     named = {name: value for name, value in loaded.items() if isinstance(name, str)}
     own = {name: value for name, value in named.items() if not isinstance(value, _BESIDE)}
-    if any(_is_weight(name, value) for name, value in own.items()):
-        yield ".".join(around), own
+    for mark, part in _by_average(own).items():
+        if any(_is_weight(name, value) for name, value in part.items()):
+            yield ".".join((*around, mark)).strip("."), part
     for name, value in named.items():
         is_inside = isinstance(value, Mapping) and len(around) < _DEEPEST
         if is_inside and _NO_WEIGHTS.search(name) is None:
             yield from _state_dicts(value, (*around, name))
+
+
+def _by_average(weights: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return plain weights under "", and averaged ones under the beginning of their names."""
+    counter = "n_averaged"  # of torch's AveragedModel, all of whose weights are averaged
+    if counter in weights:
+        return {counter: {name: value for name, value in weights.items() if name != counter}}
+    parts: dict[str, dict[str, Any]] = {"": {}}
+    for name, value in weights.items():
+        mark, dot, rest = name.partition(".")
+        if dot and _AVERAGED.search(mark):
+            parts.setdefault(mark, {})[rest] = value
+        else:
+            parts[""][name] = value
+    return parts
 
 
 def _is_weight(name: str, value: object) -> bool:

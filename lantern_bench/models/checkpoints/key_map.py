@@ -80,6 +80,7 @@ def load_into(
         shape = tuple(ours[name].shape)
         for slice_ in slices:
             expected[slice_.key] = slice_.file_shape or (slice_.rows or shape[0], *shape[1:])
+    checkpoint.leave_root(expected)
     _raise_if_unfit(checkpoint, expected, ignored=ignored, wanted=wanted)
 
     # Only batch counts of batch norms are missing from the map. They change no result.

@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,19 @@ def test_weights_beside_averaged_ones_are_named(name: str, tmp_path: Path) -> No
     averaged = open_checkpoint(path, entry=name)
     assert torch.equal(averaged["a.weight"], AVERAGED["a.weight"])
     assert not averaged.remarks
+
+
+@pytest.mark.parametrize("save", [torch.save, save_file])
+def test_averaged_weights_may_stand_between_plain_ones(
+    save: Callable[..., None], tmp_path: Path
+) -> None:
+    path = tmp_path / "file.pt"
+    save(STATE | {f"ema.{name}": tensor for name, tensor in AVERAGED.items()}, path)
+    opened = open_checkpoint(path)
+    assert opened.keys() == STATE.keys()
+    assert torch.equal(opened["a.weight"], STATE["a.weight"])
+    assert "weights in the file itself and ema; those of the file itself" in opened.remarks[0]
+    assert torch.equal(open_checkpoint(path, entry="ema")["a.weight"], AVERAGED["a.weight"])
 
 
 def test_averaged_weights_alone_are_named(tmp_path: Path) -> None:

@@ -89,6 +89,17 @@ def test_layout_round_trip_keeps_logits(model: LlamaGen, tmp_path: Path) -> None
     assert all(torch.equal(back[name], state[name]) for name in state)
 
 
+@pytest.mark.parametrize("root", ["model.", "gpt."])
+def test_a_name_before_all_tensors_is_no_other_layout(root: str, tmp_path: Path) -> None:
+    state = official_state(C2I)
+    wanted = logits(model_of(tmp_path / "plain", state, C2I), C2I)
+    wrapped = {root + name: tensor for name, tensor in state.items()}
+    assert torch.equal(logits(model_of(tmp_path / "wrapped", wrapped, C2I), C2I), wanted)
+    del wrapped[f"{root}norm.weight"]
+    with pytest.raises(UserError, match=r"1 missing: norm\.weight$"):
+        golden_models.load(model_of(tmp_path / "cut", wrapped, C2I))
+
+
 def test_weights_load_in_the_requested_dtype(tmp_path: Path) -> None:
     path = str(model_of(tmp_path, official_state(C2I), C2I))
     loaded: Any = registry.model_of(path).load(torch.device("cpu"), torch.bfloat16)
