@@ -6,6 +6,7 @@ Cells are matched by model and cell id, images by prompt and repeat.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -66,10 +67,13 @@ _FACTS = {
     ("setting", "engine_version"): "key.engine_version",
     ("setting", "torch_version"): "key.torch_version",
     ("setting", "prompts"): "experiment.prompts",
-    ("setting", "hash of the prompts"): "prompts.ids_sha256",
     ("setting", "seed"): "experiment.seed",
     ("setting", "batch"): "experiment.batch",
 }
+
+
+_PROMPTS = "hash of the prompts"
+_DISTANCE = "version of the distance"
 
 
 class Difference(NamedTuple):
@@ -117,6 +121,15 @@ def check_comparability(unlike: Collection[Difference], across: Collection[str])
             raise RefusedError("\n  ".join(lines), f"To compare them anyway: --across {kind}")
 
 
+def warn_of_unlike(runs: Mapping[str, RunData]) -> None:
+    """Warn of runs, drawn together, whose prompts or whose kinds of distance differ."""
+    (first, a), *others = runs.items()
+    for name, b in others:
+        for difference in differences(a, b):
+            if difference.name in (_PROMPTS, _DISTANCE):
+                warnings.warn(f"{first} and {name} differ in {difference}", stacklevel=2)
+
+
 def _facts(run: RunData) -> dict[tuple[str, str], str]:
     """The weights, scorers, machine and settings of a run, by kind of difference and name."""
     manifest = pd.json_normalize(run.manifest).astype(object).iloc[0].dropna()
@@ -130,9 +143,12 @@ def _facts(run: RunData) -> dict[tuple[str, str], str]:
     facts["machine", "GPU"] = ", ".join(gpus) or "none"
     for fact, place in _FACTS.items():
         facts[fact] = str(manifest.get(place, "not recorded"))
+    prompts = manifest.get("prompts.ids_sha256")
+    if prompts is not None:
+        facts["setting", _PROMPTS] = prompts[:12]
     version = distance_version(run.scores)
     if version is not None:
-        facts["setting", "version of the distance"] = version
+        facts["setting", _DISTANCE] = version
     return facts
 
 

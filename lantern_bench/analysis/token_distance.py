@@ -157,11 +157,7 @@ def p_value(
             below; None in older scores.
         tokens: Tokens of each image.
     """
-    whole = FeatureSums(
-        sums=images.sums.sum(axis=1, keepdims=True),
-        covariance=images.covariance.sum(axis=1, keepdims=True),
-    )
-    p_of_whole = _tail(whole, ranges=ranges, tokens=tokens)
+    p_of_whole = _tail(images.whole, ranges=ranges, tokens=tokens)
     if images.sums.shape[1] == 1:
         return p_of_whole
     return min(1.0, 2.0 * min(p_of_whole, _tail(images, ranges=ranges, tokens=tokens)))
@@ -188,11 +184,14 @@ def _tail(
 
 
 def distance_of_image(row: Row) -> float | None:
-    """Return the distance of one image from its row of level `tokens`; None at temperature 0."""
+    """Return the distance of one image from its row of level `tokens`; None at temperature 0.
+
+    The image is one block: eight would make the figure of so few tokens three times as noisy.
+    """
     names = (row.get("features") or "").split()
     if not names:
         return None
-    sums = FeatureSums.of(np.array([row["feature_sums"]]), len(names))
+    sums = FeatureSums.of(np.array([row["feature_sums"]]), len(names)).whole
     return distance(_compared(sums, names), np.array([row["tokens"]])).value
 
 
@@ -231,6 +230,14 @@ class FeatureSums(NamedTuple):
         return FeatureSums(
             sums=self.sums[..., features],
             covariance=self.covariance[..., features, :][..., features],
+        )
+
+    @property
+    def whole(self) -> FeatureSums:
+        """The sums over blocks, as one block."""
+        return FeatureSums(
+            sums=self.sums.sum(axis=-2, keepdims=True),
+            covariance=self.covariance.sum(axis=-3, keepdims=True),
         )
 
     @property

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from lantern_bench.analysis.compare import warn_of_unlike
 from lantern_bench.analysis.labels import BOUNDS, GROUPINGS
 from lantern_bench.report.charts import (
     Chart,
@@ -81,9 +82,9 @@ def draw_curves(
     for flag, value, choices in (("by", by, GROUPINGS), ("width", width, WIDTHS)):
         if value not in choices:
             raise UserError(f"--{flag} {value}: must be one of {', '.join(choices)}")
-    tables: dict[str, Tables] = {
-        name: curve_tables(run) for name, run in load_runs(runs, tables_suffice=True).items()
-    }
+    loaded = load_runs(runs, tables_suffice=True)
+    warn_of_unlike(loaded)
+    tables: dict[str, Tables] = {name: curve_tables(run) for name, run in loaded.items()}
     if cells:
         tables = choose_cells(tables, cells)
     styles = run_styles(tables, by)

@@ -24,6 +24,7 @@ from PIL import Image, UnidentifiedImageError
 
 from lantern_bench import __version__
 from lantern_bench.analysis.cells import CellRecords, run_cells
+from lantern_bench.analysis.compare import warn_of_unlike
 from lantern_bench.analysis.labels import GROUPINGS, CellKey, labels
 from lantern_bench.analysis.published import comparability, reproduction_rows, sources
 from lantern_bench.analysis.quality import sort_scores
@@ -76,7 +77,9 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
 
     Raises `UserError` if it cannot be written.
     """
-    text = render(load_runs(directories), out.parent)
+    runs = load_runs(directories)
+    warn_of_unlike(runs)
+    text = render(runs, out.parent)
     write_file(out, text.encode(), flag="--out")
     return out
 

@@ -17,6 +17,7 @@ from lantern_bench.analysis.compare import (
     check_comparability,
     compare_runs,
     differences,
+    warn_of_unlike,
 )
 from lantern_bench.methods.catalog import METRICS
 from lantern_bench.storage.run_directory import RunData
@@ -222,9 +223,10 @@ def test_differing_settings_do_not_forbid_a_unlike():
 def test_a_prompt_file_of_the_same_name_with_other_prompts_is_a_difference():
     a = other(prompts={"set": "prompts.txt", "ids_sha256": "a" * 64})
     b = other(prompts={"set": "prompts.txt", "ids_sha256": "b" * 64})
-    (difference,) = differences(a, b)
-    assert difference.kind == "setting"
-    assert difference.name == "hash of the prompts"
+    unlike = "hash of the prompts: aaaaaaaaaaaa in the first, bbbbbbbbbbbb in the second"
+    assert [str(difference) for difference in differences(a, b)] == [unlike]
+    with pytest.warns(UserWarning, match=f"one and two differ in {unlike}"):
+        warn_of_unlike({"one": a, "two": b})
 
 
 def test_distances_of_two_versions_are_not_compared():
