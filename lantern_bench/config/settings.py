@@ -202,7 +202,14 @@ class Overrides:
                     "For example: --set temperature=0.9",
                 )
             from_set[key] = f"--set {key}="
-            values[key] = _values_of(text, from_set[key])
+            given = _values_of(text, from_set[key])
+            before = values.get(key, given)
+            if list(map(str, before)) != list(map(str, given)):
+                raise UserError(
+                    f"--set {setting}: the same key has another value before it",
+                    "Give one of the two.",
+                )
+            values[key] = given
         return cls(
             values=values,
             modes=tuple(_values_of(modes or (), "--modes")),

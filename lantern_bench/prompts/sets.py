@@ -114,9 +114,11 @@ def _parse(source: str, model: PromptedModel, flag: str) -> _Source:
     if not path.is_file():
         sets = [*model.prompt_sets, "coco:FILE", "coco-first:FILE", "parti:FILE", "imagenet"]
         hint = did_you_mean(name, [*model.prompt_sets, *SETS])
-        missing = f" {path}" if word else f" and no prompt set{hint}"
+        missing = f"no such file {path}" if word else f"no such file and no prompt set{hint}"
+        if path.is_dir():
+            missing = "is a folder, not a file"
         raise UserError(
-            f"{flag}: no such file{missing}",
+            f"{flag}: {missing}",
             f"The sets are {', '.join(sets)}; or give a file that ends with {', '.join(SUFFIXES)}.",
         )
     return _Source(word, path, subset)
@@ -242,6 +244,7 @@ def read_rows(path: Path, flag: str) -> Iterator[tuple[int, Any]]:
         fields = _csv_fields(text, flag) if suffix == ".csv" else _tsv_fields(text, flag)
         yield from _table_rows(fields, flag)
         return
+    _refuse_other_type(text, suffix, flag)
     if suffix == ".json":
         rows = _parse_json(text, flag)
         if not isinstance(rows, list):
@@ -249,26 +252,29 @@ def read_rows(path: Path, flag: str) -> Iterator[tuple[int, Any]]:
             raise lacks_keys(rows, f"{flag}: must be a JSON list of prompts", advice)
         yield from enumerate(rows, start=1)
         return
-    if suffix == ".txt":
-        _refuse_other_type(text, flag)
     # Other characters that end a line elsewhere, such as U+2028, are part of a prompt here.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip(BLANKS):
             yield number, line if suffix == ".txt" else _parse_json(line, f"{flag} line {number}")
 
 
-def _refuse_other_type(text: str, flag: str) -> None:
-    """Raise `UserError` for a .txt file that begins as JSON, or as a table with its columns."""
+def _refuse_other_type(text: str, suffix: str, flag: str) -> None:
+    """Raise `UserError` for a file of another type than its ending says, as its beginning tells."""
     text = text.lstrip("\n")
     first = text.partition("\n")[0]
-    kind = ""
-    if any(name.strip(' "').lower() in _PROMPT_KEYS for name in re.split(r"[,;\t]", first)):
+    kind = suffix
+    columns = [name.strip(' "').lower() for name in re.split(r"[,;\t]", first)]
+    if suffix == ".txt" and not set(columns).isdisjoint(_PROMPT_KEYS):
         kind = ".csv or .tsv"
     with contextlib.suppress(ValueError, RecursionError):
         value, end = json.JSONDecoder().raw_decode(text)
-        if isinstance(value, dict | list) and not text[end:].partition("\n")[0].strip():
-            kind = ".json or .jsonl"
-    if kind:
+        next_line, _, more = text[end:].partition("\n")
+        is_alone = isinstance(value, dict | list) and not next_line.strip()
+        if is_alone and (isinstance(value, list) or "\n" in text[:end]):
+            kind = ".json"
+        elif is_alone and (more.strip() or suffix == ".txt"):
+            kind = ".jsonl"
+    if kind != suffix:
         raise UserError(
             f"{flag} line 1: begins as a {kind} file: {first[:60]!r}",
             f"Rename it to end with {kind}, or remove that line.",

@@ -193,6 +193,13 @@ _MARKS = {
 }
 
 
+def kind_of(content: bytes) -> str:
+    """Return what a file is that begins so and is not plain text; empty where that is unknown."""
+    head = content[:1000].removeprefix(codecs.BOM_UTF8).lstrip().lower()
+    kinds = (kind for kind, marks in _NOT_PLAIN.items() if head.startswith(marks))
+    return next(kinds, "")
+
+
 def read_text(path: Path, name: str = "") -> str:
     """Return the text of a file in UTF-8, without its byte order mark.
 
@@ -207,10 +214,9 @@ def read_text(path: Path, name: str = "") -> str:
         OSError: The file cannot be read.
     """
     content = path.read_bytes()
-    head = content[:1000].removeprefix(codecs.BOM_UTF8).lstrip().lower()
-    for kind, marks in _NOT_PLAIN.items():
-        if head.startswith(marks):
-            raise UserError(f"{name or path}: is {kind}, not text", "Unpack or export it first.")
+    kind = kind_of(content)
+    if kind:
+        raise UserError(f"{name or path}: is {kind}, not text", "Unpack or export it first.")
 
     encoding = next((word for word, marks in _MARKS.items() if content.startswith(marks)), "")
     # Without a mark, every second byte of English text in UTF-16 is 0.
@@ -239,7 +245,7 @@ def read_json(path: Path) -> Any:
     Raises `UserError` if it cannot be read, or states a key twice with different values.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_doubles)
+        return json.loads(read_text(path), object_pairs_hook=without_doubles)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from error
 

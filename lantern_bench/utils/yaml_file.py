@@ -214,7 +214,7 @@ def _spelling(value: object, text: str) -> str:
         return f"; a decimal number is written {value.replace(',', '.')}"
     with contextlib.suppress(ValueError, OverflowError):
         number = float(value)
-        if "whole" in text and number == int(number) and not value.isdigit():
+        if "whole" in text and number == int(number) and not value.lstrip("-").isdigit():
             return f"; write {int(number)}"
     return ""
 

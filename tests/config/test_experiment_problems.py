@@ -491,6 +491,21 @@ def test_the_cause_of_a_wrong_value_is_named(tmp_path: Path, line: str, hint: st
     assert hint in message(tmp_path, f"model: lanterns\n{line}\ncells: [{{mode: ar}}]\n")
 
 
+def test_a_negative_number_is_not_proposed_again(tmp_path: Path) -> None:
+    said = message(tmp_path, "model: lanterns\nimages: -1\ncells: [{mode: ar}]\n")
+    assert said.endswith("images -1: must be a whole number of at least 1")
+
+
+def test_a_flag_and_a_setting_that_differ_are_refused() -> None:
+    flags = {"images": 2, "temperature": ["1,2"]}
+    overrides = Overrides.from_flags(flags, settings=["images=2", "temperature=1,2"])
+    assert overrides.values == {"images": ["2"], "temperature": ["1", "2"]}
+    for typed in (["images=3"], ["temperature=1"], ["seed=1", "seed=[2]"]):
+        with pytest.raises(UserError, match="the same key has another value before it"):
+            Overrides.from_flags(flags, settings=typed)
+    assert Overrides.from_flags({}, settings=["images=[2, 3]"]).values == {"images": [2, 3]}
+
+
 def test_a_list_of_integers_may_have_decimal_commas() -> None:
     def notes(settings: list[str] | None = None, **flags: Any) -> list[str]:
         return decimal_commas(flags, settings)

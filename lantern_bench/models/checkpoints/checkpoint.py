@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lantern_bench.models.checkpoints.hub import weight_map
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.files import WEIGHT_FILES, weights_in
+from lantern_bench.utils.files import WEIGHT_FILES, kind_of, weights_in
 from lantern_bench.utils.hashes import hash_of
 from lantern_bench.utils.text import one_line
 
@@ -354,11 +354,9 @@ def _head(path: Path) -> bytes:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     if not head:
         raise UserError(f"{path}: is empty", _ADVICE)
-    if head.startswith(b"version https://git-lfs"):
-        raise UserError(
-            f"{path}: is a Git LFS pointer, not the weights themselves",
-            "Fetch them with `git lfs pull`.",
-        )
+    kind = kind_of(head)
+    if kind and not head.startswith(b"PK"):  # torch's own files are ZIP archives
+        raise UserError(f"{path}: is {kind}, not weights", _ADVICE)
     return head
 
 

@@ -300,7 +300,7 @@ def test_truncated_file_is_a_one_line_error(kind: str, share: float, tmp_path: P
     [
         (b"", "is empty"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "Git LFS pointer"),
-        (b"<html>404</html>" * 20, "truncated or no checkpoint|cannot be read as a checkpoint"),
+        (b"<html>404</html>" * 20, "is a web page or XML, not weights"),
         ([1, 2], "holds a list"),
         ({}, "holds nothing"),
         ({"a": torch.ones(1), "b": [3]}, r"not a tensor: b \(list\)"),
