@@ -237,7 +237,7 @@ class _Images(NamedTuple):
         codes = None
         component = None
         if model.codebook is not None:
-            codes = model.codes.double()
+            codes = model.codes[: target.vocab_size].double()
             component = _first_component(codes, used=target.n_codes)
         return cls(
             is_drawn=target.forced_tokens(positions) < 0,
