@@ -114,6 +114,24 @@ class DrafterSession:
         """
         raise NotImplementedError
 
+    def observe_all(self, tokens: Tensor, features: Tensor) -> DrafterLogits:
+        """Read committed tokens as `observe`, and return the logits behind each of them [B, n, V].
+
+        A subclass may read all of them in one forward.
+        """
+        ones = torch.ones_like(tokens[:, 0])
+        cond = []
+        uncond = []
+        for position in range(tokens.shape[1]):
+            now = slice(position, position + 1)
+            logits = self.observe(tokens[:, now], features[:, now], ones)
+            cond.append(logits.cond)
+            if logits.uncond is not None:
+                uncond.append(logits.uncond)
+        return DrafterLogits(
+            cond=torch.cat(cond, dim=1), uncond=torch.cat(uncond, dim=1) if uncond else None
+        )
+
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
         """Expand n nodes one level deeper.
 

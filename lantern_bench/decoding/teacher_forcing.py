@@ -5,7 +5,6 @@ It runs through the sessions that decoding uses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -58,17 +57,14 @@ def teacher_forced(
     )
 
 
-def drafter_logits_along(drafter: Drafter, forced: TeacherForced) -> Iterator[DrafterLogits]:
-    """Yield the drafter's logits (n = 1) of tokens 1 to N - 1, given the true features."""
+def drafter_logits_along(drafter: Drafter, forced: TeacherForced) -> DrafterLogits:
+    """Return the drafter's logits [B, N - 1, V] of tokens 1 to N - 1, given the true features."""
     tokens = forced.tokens
     # The features that predicted each of the tokens.
     features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features[:, :-1]], dim=1)
     session = drafter.session(len(tokens), guided=forced.prefix.uncond is not None, nodes=1)
-    ones = torch.ones_like(tokens[:, 0])
     session.prefill(forced.condition, forced.prefix.features)
-    for position in range(tokens.shape[1] - 1):
-        now = slice(position, position + 1)
-        yield session.observe(tokens[:, now], features[:, now], ones)
+    return session.observe_all(tokens[:, :-1], features[:, :-1])
 
 
 def drafted_along(drafter: Drafter, forced: TeacherForced, decoding: Decoding) -> Tensor:
@@ -80,7 +76,4 @@ def drafted_along(drafter: Drafter, forced: TeacherForced, decoding: Decoding) -
         decoding: How q is made of the drafter's logits.
     """
     drafts = drafter_logits_along(drafter, forced)
-    guided = torch.cat(
-        [guide(draft.cond, draft.uncond, decoding.cfg_scale) for draft in drafts], dim=1
-    )
-    return decoding_probabilities(guided, decoding)
+    return decoding_probabilities(guide(drafts.cond, drafts.uncond, decoding.cfg_scale), decoding)

@@ -102,7 +102,7 @@ def test_sums_are_those_of_the_definition(
     rows = token_sums(model=model, condition=None, tokens=tokens, decoding=decoding)
     guided = decoding.cfg_scale != 1
     forced = teacher_forced(target=table, condition=None, tokens=tokens, guided=guided)
-    drafts = list(drafter_logits_along(table.drafter, forced))
+    drafts = drafter_logits_along(table.drafter, forced)
     for image, row in enumerate(rows):
         expected = np.zeros((8, 6 + guided))
         entropy = 0.0
@@ -117,9 +117,9 @@ def test_sums_are_those_of_the_definition(
             p = distribution(cond, uncond, decoding).numpy()
             q = p
             if position:
-                draft = drafts[position - 1]
-                without = None if draft.uncond is None else draft.uncond[image, 0]
-                q = distribution(draft.cond[image, 0], without, decoding).numpy()
+                draft = drafts.cond[image, position - 1]
+                without = None if drafts.uncond is None else drafts.uncond[image, position - 1]
+                q = distribution(draft, without, decoding).numpy()
             possible = [v for v in range(5) if p[v] > 0]
             h = -sum(p[v] * np.log(p[v]) for v in possible)
             values_of = {}
@@ -184,8 +184,7 @@ def test_p_values_of_2000_lossless_cells_are_uniform() -> None:
         uncond = forced.logits.uncond
         p = distribution(cond, uncond, decoding)
         drafts = drafter_logits_along(table.drafter, forced)
-        q = [p[:, :1]] + [distribution(draft.cond, draft.uncond, decoding) for draft in drafts]
-        q = torch.cat(q, dim=1)
+        q = torch.cat([p[:, :1], distribution(drafts.cond, drafts.uncond, decoding)], dim=1)
         information = cond.log_softmax(-1) - uncond.log_softmax(-1)
         values = [
             each.reshape(200, 960, -1) for each in (p, tokens, information, (q - p) / (q + p))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_bench.decoding.protocol import Drafter, DrafterLogits, DrafterSession
+from lantern_bench.decoding.tree import index_along
 from lantern_bench.models.networks.target import (
     CachedModel,
     CachedSession,
@@ -69,18 +70,28 @@ class _Session(CachedSession, DrafterSession):
         return embed.of_text(prompts[:, 1:])
 
     def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:
-        n = tokens.shape[1]
-        out = self._forward(
-            self.cache.per_row(self._model.embed_tokens(tokens)),
-            features,
-            positions=self.cache.slots(0, n),
-            seen=causal_seen(n, tokens.device),
-        )
+        out = self._read(tokens, features)
         self.cache.advance(counts)
         last = self.cache.per_row((counts - 1).clamp_min(0))[:, None]
         self._features = out[self.cache.rows, last]
         self._level = 0
         return self._logits(self._features, self.cache.lengths[:, None] - 1)
+
+    def observe_all(self, tokens: Tensor, features: Tensor) -> DrafterLogits:
+        positions = self.cache.lengths[:, None] + index_along(tokens, 1)
+        out = self._read(tokens, features)
+        self.cache.advance(torch.full_like(tokens[:, 0], tokens.shape[1]))
+        return self._logits(out, positions)
+
+    def _read(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """Return the features behind each of the tokens, whose keys and values enter the cache."""
+        n = tokens.shape[1]
+        return self._forward(
+            self.cache.per_row(self._model.embed_tokens(tokens)),
+            features,
+            positions=self.cache.slots(0, n),
+            seen=causal_seen(n, tokens.device),
+        )
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
         positions = (self.cache.lengths[:, None] + self._level).expand_as(tokens)
