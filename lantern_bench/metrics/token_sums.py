@@ -355,7 +355,7 @@ def _sums_of_image(
         "largest_p": largest / drawn,
         "ten_largest_p": ten_largest / drawn,
         "features": " ".join(["surprise", "squared_surprise", *further]),
-        "feature_sums": [float(f"{value:.8g}") for value in of_features.flatten().tolist()],
+        "feature_sums": [float(f"{value:.10g}") for value in of_features.flatten().tolist()],
         "feature_ranges": ranges.tolist(),
     }
 

@@ -312,6 +312,20 @@ def test_a_feature_that_cannot_vary_counts_nothing() -> None:
     assert distance(constant, np.ones(2)).value is None
 
 
+def test_the_digits_of_the_sums_keep_their_rank() -> None:
+    """With the same p everywhere, surprise, its square and the component span two dimensions.
+
+    Closeness and `alike` change from token to token, so they add one each.
+    """
+    table = TabularModel(3, 16, seed=3, memory=1)
+    table.line_length = 4
+    table.p[:] = torch.tensor([0.3, -0.4, 1.1])
+    tokens = ancestral(table, 40, Decoding("ar"), seed=1)
+    model = table_model(table, CODES[:3])
+    rows = token_sums(model=model, condition=None, tokens=tokens, decoding=Decoding("ar"))
+    assert sums_of(rows).total.freedom == 8 * 4
+
+
 def test_intervals_of_the_distance_cover_a_true_shift() -> None:
     """Prompts whose sums have mean `shift` in units of their covariance: the distance is shift'
     shift.
