@@ -17,7 +17,8 @@ ARGS  ?=
 WORKERS ?= logical
 # Interpreters of `make test-lowest`, and the tests that it runs.
 PYTHONS ?= python3.11 python3.12 python3.13
-QUICK   := $(addprefix tests/,config devices methods metrics models/checkpoints models/families prompts storage utils)
+QUICK   := $(addprefix tests/,config devices methods metrics models/checkpoints models/families prompts storage utils \
+  cli/test_commands.py cli/test_environments.py)
 
 .PHONY: help sweep test check lint test-long test-lowest $(PYTHONS) reliability predict-here compare-plain aa bench-load ray-overhead screenshots \
   constraints wheel docs clean

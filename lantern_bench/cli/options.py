@@ -202,8 +202,10 @@ def _metavar(parameter: Any, key: str, ctx: Any) -> str:
     """Return how help shows the value of a flag."""
     if key in PARAMETERS and len(PARAMETERS[key].kind.choices) <= _FEW:
         return "|".join(PARAMETERS[key].kind.choices) or "NUMBERS"
-    kinds = {"<int>": "NUMBER", "<float>": "NUMBER", "<path>": "PATH"}
-    return kinds.get(parameter.display_type(ctx), key.upper())
+    # Versions of typer before 0.29 have click's method.
+    describe = getattr(parameter, "display_type", None) or parameter.make_metavar
+    kinds = {"int": "NUMBER", "integer": "NUMBER", "float": "NUMBER", "path": "PATH"}
+    return kinds.get(describe(ctx).strip("<>").lower(), key.upper())
 
 
 class Command(TyperCommand):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import functools
 import os
 import shutil
@@ -12,7 +13,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import filelock
 import pytest
 import torch
 
@@ -132,10 +132,11 @@ def test_causes_in_the_machine(error: Exception, words: str) -> None:
 def test_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    def acquire(*_: object, **__: object) -> None:
+    def flock(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
+    # Below filelock: some of its versions take such an answer for a lock of another process.
+    monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(RefusedError, match="no working locks: ") as refused, lock_run(tmp_path):
         pass
     assert os.strerror(number) in refused.value.message
