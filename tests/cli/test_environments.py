@@ -50,6 +50,9 @@ def run_in(
 def test_without_home_of_an_unknown_user(words: str) -> None:
     """As in a container that is started with a user's number."""
     nobody = "setpriv --reuid 64999 --regid 64999 --clear-groups"
+    started = subprocess.run([*nobody.split(), sys.executable, "-c", ""], check=False)
+    if started.returncode:
+        pytest.skip("the interpreter has files that another user cannot read")
     line = f"{nobody} {' '.join(PROGRAM)} {words}"
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
