@@ -234,18 +234,23 @@ constexpr int64_t kFewNodes = 2;
 constexpr int kTogether = 4;  // columns
 constexpr float kNever = -std::numeric_limits<float>::max();
 
+constexpr int64_t kBlock = 64;  // columns whose keys are widened at a time: they stay in the first cache
+
+template <typename Number>
 struct Head {
-  const float *q, *keys, *values, *mask;  // [nodes, width], twice [columns, width], [columns, nodes]
-  float* out;                             // [nodes, width]
+  const float* q;        // [nodes, width]
+  const Number *keys, *values;  // [columns, width]
+  const float* mask;     // [columns, nodes]
+  float* out;            // [nodes, width]
   int64_t nodes, width, columns;
   int64_t q_node;  // from one node to the next in q and out
   float scale;
 };
 
 // The scores of `count` columns for one node: their sums do not wait for each other.
-template <int count>
-void score(const Head& the, const float* q, int64_t column, int64_t node, float* scores) {
-  const float* keys = the.keys + column * the.width;
+template <int count, typename Number>
+void score(const Head<Number>& the, const float* q, int64_t column, int64_t node, float* scores) {
+  const Number* keys = the.keys + column * the.width;
   Lanes sums[count];
   for (int i = 0; i < count; ++i) sums[i] = all(0.0f);
   for (int64_t k = 0; k < the.width; k += kLanes) {
@@ -258,15 +263,16 @@ void score(const Head& the, const float* q, int64_t column, int64_t node, float*
 }
 
 // Few nodes: the scores lie with the columns side by side, [nodes, lanes].
-void attend_few(const Head& the, std::vector<float>& space) {
+template <typename Number>
+void attend_few(const Head<Number>& the, std::vector<float>& space) {
   const int64_t lanes = (the.columns + kLanes - 1) / kLanes * kLanes;
   space.assign(the.nodes * lanes, kNever);
   for (int64_t node = 0; node < the.nodes; ++node) {
     float *scores = space.data() + node * lanes, *end = scores + lanes;
     const float* q = the.q + node * the.q_node;
     int64_t column = 0;
-    for (; column + kTogether <= the.columns; column += kTogether) score<kTogether>(the, q, column, node, scores);
-    for (; column < the.columns; ++column) score<1>(the, q, column, node, scores);
+    for (; column + kTogether <= the.columns; column += kTogether) score<kTogether, Number>(the, q, column, node, scores);
+    for (; column < the.columns; ++column) score<1, Number>(the, q, column, node, scores);
     Lanes most = all(kNever), sum = all(0.0f);
     for (float* at = scores; at < end; at += kLanes) most = larger(most, load(at));
     most = all(largest_of(most));
@@ -282,17 +288,29 @@ void attend_few(const Head& the, std::vector<float>& space) {
   multiply(mixed, the.nodes, the.width, the.values);
 }
 
+const float* widened(const float* from, int64_t, float*) { return from; }
+const float* widened(const BFloat* from, int64_t count, float* space) {
+  for (int64_t at = 0; at < count; at += kLanes) store(space + at, load(from + at));
+  return space;
+}
+
 // Many nodes: the scores lie with the nodes side by side, [columns, lanes], and start as the mask.
-void attend_many(const Head& the, std::vector<float>& space) {
+template <typename Number>
+void attend_many(const Head<Number>& the, std::vector<float>& space) {
   const int64_t lanes = (the.nodes + kLanes - 1) / kLanes * kLanes;
-  space.assign((the.width + the.columns) * lanes, 0.0f);
+  space.assign((the.width + the.columns) * lanes + kBlock * the.width, 0.0f);
   float *turned = space.data(), *scores = turned + the.width * lanes, *end = scores + the.columns * lanes;
+  float* keys_space = end;
   for (int64_t node = 0; node < the.nodes; ++node)
     for (int64_t k = 0; k < the.width; ++k) turned[k * lanes + node] = the.q[node * the.q_node + k] * the.scale;
   for (int64_t column = 0; column < the.columns; ++column)
     std::copy_n(the.mask + column * the.nodes, the.nodes, scores + column * lanes);
-  const Product<float> scored{the.keys, the.width, 1, the.width, lanes, scores, lanes, false, false};
-  multiply(scored, the.columns, lanes, const_cast<const float*>(turned));
+  for (int64_t column = 0; column < the.columns; column += kBlock) {
+    const int64_t count = std::min(kBlock, the.columns - column);
+    const float* keys = widened(the.keys + column * the.width, count * the.width, keys_space);
+    const Product<float> scored{keys, the.width, 1, the.width, lanes, scores + column * lanes, lanes, false, false};
+    multiply(scored, count, lanes, const_cast<const float*>(turned));
+  }
   for (int64_t lane = 0; lane < lanes; lane += kLanes) {
     Lanes most = all(kNever), sum = all(0.0f);
     for (float* at = scores + lane; at < end; at += lanes) most = larger(most, load(at));
@@ -324,36 +342,36 @@ Tensor node_attention(const Tensor& q, const Tensor& keys, const Tensor& values,
     STD_TORCH_CHECK(one->scalar_type() == (narrow ? ScalarType::BFloat16 : ScalarType::Float));
   STD_TORCH_CHECK(mask.size(0) == rows && mask.size(1) == columns && mask.size(2) == nodes);
   Tensor out = torch::stable::new_empty(q, {rows, nodes, heads, width});
-  // The numbers of one head, if they are narrow widened into `space`.
-  const auto part = [narrow, size = columns * width](const Tensor& of, int64_t row, int64_t head, float* space) {
-    const int64_t first = row * of.stride(0) + head * of.stride(1);
-    if (!narrow) return static_cast<const float*>(of.data_ptr()) + first;
-    const BFloat* from = static_cast<const BFloat*>(of.data_ptr()) + first;
-    for (int64_t at = 0; at < size; at += kLanes) store(space + at, load(from + at));
-    return const_cast<const float*>(space);
-  };
   const auto* masks = static_cast<const float*>(mask.data_ptr());
   const auto* asked = static_cast<const float*>(q.data_ptr());
   auto* made = static_cast<float*>(out.data_ptr());
-  torch::stable::parallel_for(0, rows * heads, 1, [&](int64_t first, int64_t end) {
-    std::vector<float> space, widened(narrow ? 2 * columns * width : 0);
-    float *keys_space = widened.data(), *values_space = keys_space + columns * width * narrow;
-    for (int64_t at = first; at < end; ++at) {
-      const int64_t row = at / heads, kv = at % heads / together;
-      const int64_t corner = (row * nodes * heads + at % heads) * width;
-      const Head the{asked + corner,
-                     part(keys, row, kv, keys_space),
-                     part(values, row, kv, values_space),
-                     masks + row * columns * nodes,
-                     made + corner,
-                     nodes,
-                     width,
-                     columns,
-                     heads * width,
-                     scale};
-      (nodes <= kFewNodes ? attend_few : attend_many)(the, space);
-    }
-  });
+  const int64_t key_row = keys.stride(0), key_head = keys.stride(1), value_row = values.stride(0), value_head = values.stride(1);
+  const auto attend = [&](const auto* every_key, const auto* every_value) {
+    using Number = std::remove_const_t<std::remove_pointer_t<decltype(every_key)>>;
+    torch::stable::parallel_for(0, rows * heads, 1, [&](int64_t first, int64_t end) {
+      thread_local std::vector<float> space;
+      for (int64_t at = first; at < end; ++at) {
+        const int64_t row = at / heads, kv = at % heads / together;
+        const int64_t corner = (row * nodes * heads + at % heads) * width;
+        const Head<Number> the{asked + corner,
+                               every_key + row * key_row + kv * key_head,
+                               every_value + row * value_row + kv * value_head,
+                               masks + row * columns * nodes,
+                               made + corner,
+                               nodes,
+                               width,
+                               columns,
+                               heads * width,
+                               scale};
+        (nodes <= kFewNodes ? attend_few<Number> : attend_many<Number>)(the, space);
+      }
+    });
+  };
+  if (narrow) {
+    attend(static_cast<const BFloat*>(keys.data_ptr()), static_cast<const BFloat*>(values.data_ptr()));
+  } else {
+    attend(static_cast<const float*>(keys.data_ptr()), static_cast<const float*>(values.data_ptr()));
+  }
   return out;
 }
 
