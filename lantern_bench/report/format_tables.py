@@ -27,7 +27,8 @@ _WRITTEN = msgspec.toml.decode(
     Path(__file__).with_name("figures.toml").read_bytes(), type=dict[str, dict[str, str]]
 )
 _FORMATS = _WRITTEN["formats"]
-_FORMATS |= {metric.name: f"{{:{metric.digits}}}" for metric in METRICS.values()}
+# `z`: no "-0.00"
+_FORMATS |= {metric.name: f"{{:z{metric.digits}}}" for metric in METRICS.values()}
 for _columns in TABLES.values():
     for _column in _columns:
         _FORMATS.setdefault(_column.name, f"{{:.4g}} {_column.unit}".rstrip())
