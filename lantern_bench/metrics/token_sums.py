@@ -7,6 +7,7 @@ into figures; docs/algorithms.md, section 6.2, has the mathematics.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -75,13 +76,13 @@ def score_tokens(store: RunStore, device: str, emit: Emit) -> int:
     experiment = load_experiment(store.manifest["experiment"], defaults_of)
     models = load_models(experiment, choose_compute(device, store.manifest["key"]["dtype"]))
     decodings = {cell.cell_id: cell.decoding for cell in experiment.cells}
-    images = 0
+    every = itertools.chain.from_iterable(cells.values())
+    images = sum(record["record_key"] not in scored for record in every)
     done = 0
     for cell_id, records in cells.items():
         name = records[0]["model"]
         model = models[name]
         pending = [record for record in records if record["record_key"] not in scored]
-        images += len(pending)
         prompts = dict.fromkeys(record["prompt"] for record in pending)
         for count, total in model.prepare(list(prompts)):
             emit(ProgressEvent(f"captions for {name}", count, total))

@@ -341,8 +341,9 @@ def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
     events: list[Any] = []
     assert score_all_tokens(tiny_copy, events.append) == 18
     assert score_all_tokens(tiny_copy, events.append) == 0
-    done = [event.done for event in events if isinstance(event, ProgressEvent)]
-    assert done == [3, 6, 9, 12, 15, 18]
+    progress = [event for event in events if isinstance(event, ProgressEvent)]
+    assert [event.done for event in progress] == [3, 6, 9, 12, 15, 18]
+    assert {event.total for event in progress} == {18}
     assert set(of_tokens(tiny_copy)) == {record["record_key"] for record in read_records(tiny_copy)}
     summary = write_tables(tiny_copy)["summary"].set_index("cell_id")
     sampled = summary[summary["parameters"] != "T=0"].filter(like="t1", axis=0)
