@@ -258,7 +258,8 @@ class CheckpointModel(Model):
     def why_no_pixels(self) -> str:
         """Why it cannot draw pictures: a model file may name no tokenizer."""
         published = [hub.PARTS.get(name, {}) for name in self.family_spec.models]
-        is_apart = any("tokenizer" in parts for parts in published)
+        # Where the published parts are one, the target's checkpoint holds the tokenizer.
+        is_apart = any(parts.get("tokenizer") != parts.get("target") for parts in published)
         return NO_TOKENIZER if self.paths and is_apart and "tokenizer" not in self.paths else ""
 
     def open_part(self, part: str) -> Checkpoint:

@@ -278,12 +278,9 @@ class Evaluation:
         prompts = list[str]()
         for captions, forced in self._forced():
             p = guide(forced.logits.cond, forced.logits.uncond, GUIDANCE).softmax(-1)
-            overlap = torch.zeros(len(captions), device=p.device)
-            along = drafter_logits_along(self.model.drafter, forced)
-            for position, drafts in enumerate(along, start=1):
-                q = guide(drafts.cond, drafts.uncond, GUIDANCE).softmax(-1)[:, 0]
-                overlap += torch.minimum(p[:, position], q).sum(-1)
-            values += (overlap / (forced.tokens.shape[1] - 1)).tolist()
+            drafts = drafter_logits_along(self.model.drafter, forced)
+            q = guide(drafts.cond, drafts.uncond, GUIDANCE).softmax(-1)
+            values += torch.minimum(p[:, 1:], q).sum(-1).mean(-1).tolist()
             prompts += captions
         return _each(values, prompts)
 
