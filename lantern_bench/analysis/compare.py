@@ -70,8 +70,6 @@ _FACTS = {
     ("setting", "seed"): "experiment.seed",
     ("setting", "batch"): "experiment.batch",
 }
-
-
 _PROMPTS = "hash of the prompts"
 _DISTANCE = "version of the distance"
 

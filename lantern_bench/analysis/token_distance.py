@@ -203,7 +203,7 @@ def _compared(sums: FeatureSums, names: Sequence[str]) -> FeatureSums:
 class FeatureSums(NamedTuple):
     """Sums S of features minus their means under the target, and the covariance C of these sums.
 
-    Axes in front of the features are those of images or prompts, then of blocks.
+    The leading axes are images or prompts, then blocks.
     """
 
     sums: Array  # [..., m]
@@ -330,7 +330,7 @@ def _with_interval(value: float, sums: FeatureSums, tokens: Array) -> Interval:
     distance. The part of pairs of prompts is the noise of a lossless mode. The interval has the
     true distances d with (d - value)^2 <= single d + pairs.
     """
-    from scipy.stats import norm, t
+    from scipy.special import ndtri, stdtrit
 
     total = sums.total
     prompts = len(tokens)
@@ -343,7 +343,7 @@ def _with_interval(value: float, sums: FeatureSums, tokens: Array) -> Interval:
     covariance = whitened.reshape(prompts, -1).T @ centred.reshape(prompts, -1) / (prompts - 1)
     squared = float((covariance * covariance.T).sum()) - np.trace(covariance) ** 2 / (prompts - 1)
     trace = max(lossless, squared * (prompts - 1) ** 2 / ((prompts - 2) * (prompts + 1)))
-    quantile = float(norm.ppf(_ENDS[1]))
+    quantile = float(ndtri(_ENDS[1]))
     pairs = quantile**2 * 2.0 * prompts * (prompts - 1) * trace * per_token**2
 
     # 2. Single prompts: the influence of each, less the noise in it.
@@ -354,7 +354,7 @@ def _with_interval(value: float, sums: FeatureSums, tokens: Array) -> Interval:
     influence = (of_sums - of_covariance) * per_token - value * tokens / tokens.sum()
     noise = 4.0 * prompts * (prompts - 1) * lossless * per_token**2
     variance = max(0.0, prompts * float(influence.var(ddof=1)) - noise)
-    single = float(t.ppf(_ENDS[1], prompts - 1)) ** 2 * variance / max(value, pairs**0.5)
+    single = float(stdtrit(prompts - 1, _ENDS[1])) ** 2 * variance / max(value, pairs**0.5)
 
     root = max(0.0, single * value + single**2 / 4.0 + pairs) ** 0.5
     middle = value + single / 2.0

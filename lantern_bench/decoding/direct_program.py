@@ -1,9 +1,8 @@
-"""Later calls of a compiled program go straight to the code that the compiler wrote.
+"""Call the code that the compiler wrote for a program, without torch's wrappers around it.
 
 At every call torch collects the inputs of a program again and passes several wrappers, which takes
-3% to 12% of a small step. The inputs hardly change: what is not an argument is the same
-tensor at every call (`Engine`). So the first call records the inputs, and later calls replace the
-arguments among them.
+a few percent of a small step. All inputs but the arguments are the same tensors at every call
+(`Engine`). So the first call records the inputs, and later calls replace the arguments.
 """
 
 from __future__ import annotations

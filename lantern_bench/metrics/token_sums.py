@@ -87,12 +87,12 @@ def score_tokens(store: RunStore, device: str, emit: Emit) -> int:
         for count, total in model.prepare(list(prompts)):
             emit(ProgressEvent(f"captions for {name}", count, total))
 
-        # 1. The tokens of images that are scored, then those of images that are not.
+        # 1. Read the tokens of all images, scored or not.
         before = [record for record in records if record["record_key"] in scored]
         earlier = [tokens for _, tokens in _with_tokens(before, store.folder, model)]
         kept = list(_with_tokens(pending, store.folder, model))
 
-        # 2. The sums of images that are not scored.
+        # 2. Score the images that have no score yet.
         batch = max(1, _LOGITS // (model.target.image_tokens * model.target.vocab_size))
         for start in range(0, len(kept), batch):
             some = kept[start : start + batch]

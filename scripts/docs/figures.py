@@ -11,7 +11,8 @@ in which braces hold columns of the run's tables:
 
 A column has the digits of all tables of the package, and its interval; `{speedup:alone}` leaves the
 interval out, and `{speedup:.1f}` the unit too. `CELL / CELL` divides the columns of one cell by
-those of another. `OTHER_SOURCES` are no runs. Tables are made whole, by the functions of `TABLES`:
+those of another. `OTHER_SOURCES` lists sources that are not runs. A function of `TABLES` makes each
+table:
 
     <!-- frontier-h200: table of speed -->...<!-- end -->
 
@@ -46,7 +47,7 @@ TABLE = re.compile(r"(<!-- ([\w-]+): table of (\w+) -->\n).*?(<!-- end -->)", re
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of a cell. Its text is that of all tables, with its interval."""
+    """A figure of a cell. Its text has the digits of every table, and its interval."""
 
     column: str
     value: Any
@@ -71,16 +72,22 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def render(page: str, figure: Callable[[str], str] | None = None) -> str:
+def figure_of(source: str) -> str:
+    """Return the figure of `RUN: CELL: FORM`."""
+    run, name, form = source.split(": ", maxsplit=2)
+    return form.format_map(cell_of(run, name))
+
+
+def render(page: str, figure: Callable[[str], str] = figure_of) -> str:
     """Return the text of a page with its figures and tables made anew.
 
     Args:
         page: The text of the page.
-        figure: Returns the text of a figure from its source; default `figure_of`.
+        figure: Returns the text of a figure from its source.
 
     Raises:
         KeyError: A run has no such cell, or a cell no such column.
-        ValueError: A listed figure does not stand in the text before its list.
+        ValueError: The text before a list does not contain one of its figures.
     """
     page = TABLE.sub(lambda mark: f"{mark[1]}\n{table_text(mark[3], mark[2])}\n{mark[4]}", page)
     made = ""
@@ -91,7 +98,7 @@ def render(page: str, figure: Callable[[str], str] | None = None) -> str:
         start = 0
         for line in listed[0].splitlines():
             old, source = line.strip().split(" = ", maxsplit=1)
-            new = (figure or figure_of)(source)
+            new = figure(source)
             start = text.index(old, start)
             text = text[:start] + text[start:].replace(old, new, 1)
             start += len(new)
@@ -107,12 +114,6 @@ def table_text(name: str, run: str) -> str:
     head, *rows = zip(*columns, strict=True)
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def figure_of(source: str) -> str:
-    """Return the figure of `RUN: CELL: FORM`."""
-    run, name, form = source.split(": ", maxsplit=2)
-    return form.format_map(cell_of(run, name))
 
 
 def cell_of(run: str, name: str) -> Cell:
@@ -158,7 +159,7 @@ def name_of(row: Row) -> str:
 
 
 def cell_from(row: Mapping[Any, Any]) -> Cell:
-    """Return the figures of a row, with the intervals that stand in it."""
+    """Return the figures of a row, with their intervals."""
     return {
         name: Figure(name, value, row.get(f"{name}_low"), row.get(f"{name}_high"))
         for name, value in row.items()

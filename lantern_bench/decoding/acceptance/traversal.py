@@ -185,7 +185,9 @@ def _visits_of_chain(ratio: Tensor) -> Tensor:
     Args:
         ratio: r = p(x) / q(x) of each draft x, [L, B].
     """
-    total = ratio.log().cumsum(dim=0)
+    # A tiny q(x) gives infinity, and infinity minus infinity is no number.
+    finite = ratio.clamp(max=torch.finfo(ratio.dtype).max)
+    total = finite.log().cumsum(dim=0)
     return (total - total.cummax(dim=0).values.clamp_min(0.0)).exp()
 
 

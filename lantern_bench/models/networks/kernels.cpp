@@ -238,10 +238,10 @@ constexpr int64_t kBlock = 64;  // columns whose keys are widened at a time: the
 
 template <typename Number>
 struct Head {
-  const float* q;        // [nodes, width]
+  const float* q;               // [nodes, width]
   const Number *keys, *values;  // [columns, width]
-  const float* mask;     // [columns, nodes]
-  float* out;            // [nodes, width]
+  const float* mask;            // [columns, nodes]
+  float* out;                   // [nodes, width]
   int64_t nodes, width, columns;
   int64_t q_node;  // from one node to the next in q and out
   float scale;
@@ -288,6 +288,7 @@ void attend_few(const Head<Number>& the, std::vector<float>& space) {
   multiply(mixed, the.nodes, the.width, the.values);
 }
 
+// The numbers in float32; `space` holds them if they are narrow.
 const float* widened(const float* from, int64_t, float*) { return from; }
 const float* widened(const BFloat* from, int64_t count, float* space) {
   for (int64_t at = 0; at < count; at += kLanes) store(space + at, load(from + at));
@@ -345,7 +346,8 @@ Tensor node_attention(const Tensor& q, const Tensor& keys, const Tensor& values,
   const auto* masks = static_cast<const float*>(mask.data_ptr());
   const auto* asked = static_cast<const float*>(q.data_ptr());
   auto* made = static_cast<float*>(out.data_ptr());
-  const int64_t key_row = keys.stride(0), key_head = keys.stride(1), value_row = values.stride(0), value_head = values.stride(1);
+  const int64_t key_row = keys.stride(0), key_head = keys.stride(1);
+  const int64_t value_row = values.stride(0), value_head = values.stride(1);
   const auto attend = [&](const auto* every_key, const auto* every_value) {
     using Number = std::remove_const_t<std::remove_pointer_t<decltype(every_key)>>;
     torch::stable::parallel_for(0, rows * heads, 1, [&](int64_t first, int64_t end) {

@@ -12,6 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lantern_bench.models.checkpoint_model import FAMILIES
+from lantern_bench.models.checkpoints import hub
+from lantern_bench.models.checkpoints.vq_layouts import LAYOUTS
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import model_of
 from lantern_bench.utils.errors import UserError
@@ -319,3 +322,11 @@ def test_heads_of_other_methods_are_named(
 ) -> None:
     with pytest.raises(UserError, match=f"it is {kind}, which this package does not read"):
         load(drafter(tmp_path, lambda _weights: {name: torch.ones(2, 2) for name in names}))
+
+
+def test_where_a_tokenizer_lies_is_known_before_it_is_read() -> None:
+    """A model file may leave the tokenizer out only where its layout is inside the target's file."""
+    for family, row in FAMILIES.items():
+        published = [hub.PARTS.get(name, {}) for name in row.models]
+        is_apart = any(parts.get("tokenizer") != parts.get("target") for parts in published)
+        assert is_apart != bool(LAYOUTS[row.vq_layout].inside), family
