@@ -7,15 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import t as student
 
 from lantern_bench.analysis import token_distance
 from lantern_bench.analysis.cells import run_cells
+from lantern_bench.analysis.statistics import Array
 from lantern_bench.analysis.tables import tables_of
 from lantern_bench.analysis.token_distance import (
     FeatureSums,
     distance,
     distance_columns,
     distance_version,
+    p_value,
 )
 from lantern_bench.storage.run_directory import RunData
 from tests.helpers.made_up_run import STRICT, WALKS, make_record, run_of
@@ -116,6 +119,57 @@ def test_intervals_of_blocks_hold_the_true_distance_and_are_not_too_wide(
         values.append(figure.value)
     assert missed / 1000 <= most_missed
     assert np.mean(widths) < 1.4 * 2.0 * 1.96 * np.std(values)
+
+
+def uneven_sums(prompts: int = 6) -> FeatureSums:
+    """Sums of prompts in two blocks, with a shift, whose covariances differ."""
+    generator = np.random.default_rng(3)
+    factors = generator.standard_normal((prompts, 2, FEATURES, 2 * FEATURES))
+    covariance = factors @ factors.transpose(0, 1, 3, 2) * TOKENS
+    noise = generator.standard_normal((prompts, 2, FEATURES)) * TOKENS**0.5
+    size = generator.uniform(0.5, 2.0, (prompts, 1, 1))
+    return FeatureSums(size * TOKENS * 0.4 + noise, covariance)
+
+
+def test_the_interval_of_blocks_solves_its_equation() -> None:
+    """Its ends d have (d - distance)^2 = t^2 V1 d + 1.96^2 V2. V1 follows from derivatives of the
+    distance by the weights of prompts.
+    """
+    sums = uneven_sums()
+    prompts = len(sums.sums)
+    tokens = np.linspace(200.0, 300.0, prompts)
+    inverse = sums.total.inverse
+    own = np.einsum("nki,kij,nkj->n", sums.sums, inverse, sums.sums)
+
+    def weighted(weights: Array) -> float:
+        shift = np.tensordot(weights, sums.sums, axes=1)
+        covariance = np.tensordot(weights, sums.covariance, axes=1)
+        chi_square = np.einsum("ki,kij,kj->", shift, np.linalg.inv(covariance), shift)
+        pairs = chi_square - (weights**2 * own).sum()
+        return float(prompts / (prompts - 1) * pairs / (weights * tokens).sum())
+
+    found = distance(sums, tokens)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.value == pytest.approx(weighted(np.ones(prompts)))
+
+    steps = 1e-5 * np.eye(prompts)
+    influence = [(weighted(1.0 + step) - weighted(1.0 - step)) / 2e-5 for step in steps]
+    per_token = prompts / (prompts - 1) / tokens.sum()
+    noise = 4 * prompts * (prompts - 1) * 2 * FEATURES / prompts**2 * per_token**2
+    v2 = found.value**2 - found.low * found.high
+    v1 = (prompts * np.var(influence, ddof=1) - noise) / max(found.value, v2**0.5)
+    assert v1 > 0
+    slope = student.ppf(0.975, prompts - 1) ** 2 * v1
+    assert found.low + found.high == pytest.approx(2 * found.value + slope, rel=1e-5)
+
+
+def test_distance_p_counts_both_of_its_tests() -> None:
+    sums = uneven_sums()._replace(sums=uneven_sums().sums / 4.0)
+    alone = [sums.whole.total.p_value, sums.total.p_value]
+    assert max(alone) < 0.5
+    found = p_value(sums, ranges=[None] * len(sums.sums), tokens=[TOKENS] * len(sums.sums))
+    assert found == pytest.approx(2.0 * min(alone))
 
 
 @pytest.mark.parametrize("prompts", [1, 2, 3])

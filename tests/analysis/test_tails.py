@@ -88,3 +88,21 @@ def test_groups_and_features_share_one_capital() -> None:
         counts=np.array([1024.0, 1024.0]),
     )
     assert 1e-9 < shifted < 1e-6
+
+
+def test_equal_evidence_in_several_blocks_multiplies() -> None:
+    """1 / p is a capital, and the capital of one block is bet on in the next."""
+
+    def with_blocks(blocks: int) -> float:
+        one = np.ones((1, blocks, 1))
+        return valid_p(
+            0.0,
+            sums=60.0 * one,
+            variances=100.0 * one,
+            above=one,
+            below=one,
+            counts=np.array([400.0]),
+        )
+
+    assert with_blocks(1) < 1e-4
+    assert np.log(with_blocks(3)) == pytest.approx(3.0 * np.log(with_blocks(1)))

@@ -325,7 +325,7 @@ def test_heads_of_other_methods_are_named(
 
 
 def test_where_a_tokenizer_lies_is_known_before_it_is_read() -> None:
-    """A model file may leave the tokenizer out only where its layout is inside the target's file."""
+    """A model file may leave the tokenizer out only where the target's file holds it."""
     for family, row in FAMILIES.items():
         published = [hub.PARTS.get(name, {}) for name in row.models]
         is_apart = any(parts.get("tokenizer") != parts.get("target") for parts in published)
