@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lantern_bench.decoding.direct_program import DirectProgram, call_and_shorten
+from lantern_bench.decoding.direct_program import DirectProgram, _Call, call_and_shorten
 from lantern_bench.decoding.engine import SavedProgram, _cpu_options, compile_function
 from tests.decoding.test_saved_programs import Doubling, run
 
@@ -59,3 +59,12 @@ def test_a_program_that_is_more_than_its_code_stays_as_it_is(
 def test_options_that_torch_lacks_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor, "config", SimpleNamespace(cpp_wrapper=True))
     assert _cpu_options.__wrapped__() == {"cpp_wrapper": True}
+
+
+def test_an_output_that_is_no_result_is_torchs_to_handle() -> None:
+    """Torch copies it to an argument, for example."""
+    x, y, z = torch.zeros(3, 1)
+    call = _Call(code=lambda _: (y, z), inputs=[x], outputs=(y, z))
+    assert DirectProgram(call, arguments=(x,), result=(z, y))(x) == (z, y)
+    with pytest.raises(LookupError, match="is not in the result"):
+        DirectProgram(call, arguments=(x,), result=y)
