@@ -193,7 +193,7 @@ SHIPPED_DRAFTINGS = (
         make="lantern_bench.decoding.drafting.jacobi:HybridDrafting",
         about="Jacobi drafts, the first with a drafter",
         parameters=_parameters("window", "initial", "coupling", "drafted", "drafter_weight"),
-        defaults={"window": 16, "initial": "row", "coupling": "maximal", "drafted": 2},
+        defaults={"window": 16, "coupling": "maximal", "drafted": 2},
         small={"window": 4, "drafted": 2},
         chain=True,
         fresh_every_step=lambda values: values["coupling"] == "none",
