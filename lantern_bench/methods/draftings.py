@@ -107,7 +107,7 @@ def _enough_nodes(defaults: Values, typed: Values) -> Values:
 
 
 def _jacobi_label(values: Values) -> str:
-    """Return `w16-left-maximal`, or `w16x3x2-maximal` with candidates."""
+    """Return `w16-row-maximal`, or `w16x3x2-row-maximal` with candidates."""
     sizes = [str(values[key]) for key in ("window", "candidates", "branching") if key in values]
     words = ["w" + "x".join(sizes)]
     if values["initial"] != "uniform":

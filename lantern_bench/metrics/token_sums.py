@@ -141,7 +141,7 @@ def _with_tokens(
 
 # ---- The sums of images
 
-_VALUES = 2**22  # probabilities in float64 at once
+_VALUES = 2**17  # probabilities in float64 at once; with all features they fit in a cache
 
 
 @torch.inference_mode()

@@ -230,11 +230,11 @@ def default_table(run: str) -> Iterator[Sequence[str]]:
 def window_table(run: str) -> Iterator[Sequence[str]]:
     """MAL of every mode without a drafter, by its window."""
     names = {
-        "`sjd`": "sjd w{}",
-        "`scd`, maximal": "scd w{}-maximal",
-        "`scd`, Gumbel": "scd w{}-gumbel",
-        "`scd`, `initial: row`": "scd w{}-row-maximal",
-        "`block-scd`, `initial: row`": "block-scd w{}-row-maximal",
+        "`sjd`, uniform": "sjd w{}",
+        "`scd`, uniform": "scd w{}-maximal",
+        "`scd`, uniform, Gumbel": "scd w{}-gumbel",
+        "`scd`": "scd w{}-row-maximal",
+        "`block-scd`": "block-scd w{}-row-maximal",
         "`hybrid`, 2 positions": "hybrid w{}d2-row-maximal",
     }
     yield "window", *names

@@ -3,10 +3,10 @@
     python -m scripts.docs.pictures [NAME...]          # all: `make screenshots`
 
 `frontier.png` shows the speeds of the run `frontier-h200` against its distances. The other pictures
-are made from the page of the reference run: a screenshot of its charts; `all-cells.png`, some
-captions in all cells; and `family.png`, rendered scenes, their reconstructions by the bundled
-tokenizer, and `ar` pictures of the same captions. sources.json says which files each picture was
-made from.
+are made from the page of the reference run: a screenshot of its charts; `distances.png`, some
+captions in cells of growing distance; and `family.png`, rendered scenes, their reconstructions by
+the bundled tokenizer, and `ar` pictures of the same captions. sources.json says which files each
+picture was made from.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 import numpy as np
+from matplotlib import pyplot
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageDraw, ImageFont
 
 from lantern_bench.models.families.lanterns.modules import load_tokenizer
-from lantern_bench.report.charts import curve_tables, fronts, run_styles
-from lantern_bench.report.draw import save_figure, to_matplotlib
-from lantern_bench.storage.run_directory import load_runs
+from lantern_bench.report.draw import save_figure
 from lantern_bench.utils.files import file_sha256
+from scripts.docs.figures import Figure, cells_of
 from scripts.docs.screenshots import photograph
 from scripts.train_lanterns.part_tasks import held_out_scenes, reconstruct
 
@@ -48,39 +48,141 @@ TOKENIZER = (
     / "weights"
     / "tokenizer.safetensors"
 )
-_CAPTIONS = 6
+_CAPTIONS = 3
+_CELLS = (
+    "AR",
+    "block SCD w32-row-maximal (lossless)",
+    "LANTERN++ λ=5 jacobi w32-row-maximal (relaxed)",
+    "LANTERN++ λ=5 static chain-7 (relaxed)",
+    "LANTERN δ=0.1 static chain-7 k=100 (relaxed)",
+)
 _SCENES = 1_000
 _COLUMNS = 10
 _SIDE = 128
 _GAP = 4
 
 
+@dataclass(frozen=True)
+class Series:
+    """Cells of one method in the picture `frontier.png`, joined by a line."""
+
+    label: str
+    cells: tuple[str, ...]
+    colour: str
+    # of the label, in points from the last cell
+    offset: tuple[float, float]
+    side: str = "left"
+
+
+_WINDOW = "w32-row-maximal"
+_WINDOWS = ("w16-row-maximal", _WINDOW, "w64-row-maximal")
+SERIES = (
+    Series("ar", ("ar",), "black", (0, 12), "center"),
+    Series(
+        "speculative: strict, block",
+        ("speculative chain-7", "speculative block chain-7"),
+        "#0072B2",
+        (-8, -26),
+        "center",
+    ),
+    Series(
+        "lantern++ on a chain, λ = 2, 3, 5",
+        tuple(f"lantern++ chain-7 k=100 lambda={bound}" for bound in (2, 3, 5)),
+        "#009E73",
+        (10, -4),
+    ),
+    Series(
+        "lantern on a chain, k = 2, 5",
+        ("lantern static chain-7 k=2 delta=0.01", "lantern static chain-7 k=5 delta=0.2"),
+        "#D55E00",
+        (14, 0),
+    ),
+    Series("entropy on a chain", ("entropy chain-7 k=100 scale=0.1",), "#CC79A7", (14, 0)),
+    Series(
+        "scd, window 16, 32, 64",
+        tuple(f"scd {window}" for window in _WINDOWS),
+        "#882255",
+        (0, -26),
+        "center",
+    ),
+    Series(
+        "block-scd, window 16, 32, 64",
+        tuple(f"block-scd {window}" for window in _WINDOWS),
+        "#661100",
+        (0, -44),
+        "center",
+    ),
+    Series(
+        "lantern++ on a window, λ = 2, 3, 5",
+        tuple(f"lantern++ jacobi {_WINDOW} k=100 lambda={bound}" for bound in (2, 3, 5)),
+        "#009E73",
+        (16, 26),
+        "right",
+    ),
+    Series(
+        "cool-sd on a window",
+        tuple(f"cool-sd jacobi {_WINDOW} strength={strength} decay=0" for strength in (2, 3)),
+        "#56B4E9",
+        (40, -52),
+        "center",
+    ),
+)
+
+
 def frontier(out: Path) -> list[Path]:
     """Draw speed against distance of every cell of the run on a GPU; return the tables used."""
-    folder = REFERENCE / "frontier-h200"
-    (run,) = load_runs([folder]).values()
-    tables = {"": curve_tables(run)}
-    chart = next(chart for chart in fronts(tables) if chart.name == "speed-quality-distance")
-    points = chart.points
-    chart = replace(chart, x_title="speedup over AR on an H200")
-    picture = to_matplotlib(chart, run_styles(tables))
-    axes = picture.axes[0]
-    axes.set_yscale("symlog", linthresh=0.02)  # most cells are below: they get half of the height
-    axes.set_ylim(-0.005, 0.5)
-    axes.set_yticks([0, 0.01, 0.1, 0.3], ["0", "0.01", "0.1", "0.3"])
-    speed = tables[""]["speed"]
-    fastest = speed.loc[speed["speedup"].idxmax()]
-    named = points["cell_id"].isin(["ar-t1", fastest["cell_id"], fastest["lossless_cell"]])
-    for point in points[named].itertuples():
-        axes.annotate(
-            point.label,
-            (point.speedup, point.distance),
-            (0, 9),
-            textcoords="offset points",
-            ha="right",
+    cells = cells_of("frontier-h200")
+    named = {cell for series in SERIES for cell in series.cells}
+    figure, axes = pyplot.subplots(figsize=(8.6, 4.6))
+    axes.axhspan(-1, 0, color="#eef3ee")
+    for name, cell in cells.items():
+        if name not in named and cell["temperature"].value and cell["distance"].value is not None:
+            axes.plot(cell["speedup"].value, cell["distance"].value, "o", color="#aaaaaa", ms=4)
+    for series in SERIES:
+        speedups = [cells[name]["speedup"] for name in series.cells]
+        distances_at = [cells[name]["distance"] for name in series.cells]
+        x = [figure.value for figure in speedups]
+        y = [figure.value for figure in distances_at]
+        axes.errorbar(
+            x,
+            y,
+            xerr=_whiskers(speedups),
+            yerr=_whiskers(distances_at),
+            fmt="o-",
+            color=series.colour,
+            ecolor=(series.colour, 0.35),
+            ms=6,
+            lw=1,
         )
-    save_figure(picture, out, dpi=160, bbox_inches="tight", metadata={"Software": None})
+        axes.annotate(
+            series.label,
+            (x[-1], y[-1]),
+            series.offset,
+            textcoords="offset points",
+            ha=series.side,
+            va="center",
+            color=series.colour,
+        )
+    axes.set_yscale("symlog", linthresh=0.02)  # most cells are below: they get half of the height
+    axes.set_ylim(-0.012, 0.5)
+    axes.set_yticks([0, 0.01, 0.1, 0.3], ["0", "0.01", "0.1", "0.3"])
+    axes.set_xlabel("speedup over ar on an H200, 95% intervals")
+    axes.set_ylabel("distance, at least (symlog)")
+    axes.text(0.72, -0.0105, "lossless: 0", color="#557755")
+    axes.text(3.95, -0.0105, "fast and close  ↘", color="#557755", ha="right")
+    axes.text(3.95, 0.36, "gray: other cells", color="#888888", ha="right")
+    axes.set_xlim(0.7, 4)
+    save_figure(figure, out, dpi=160, bbox_inches="tight", metadata={"Software": None})
+    folder = REFERENCE / "frontier-h200"
     return [folder / "speed.csv", folder / "quality.csv"]
+
+
+def _whiskers(figures: Sequence[Figure]) -> list[list[float]]:
+    """How far the intervals reach below and above the figures."""
+    return [
+        [max(0.0, figure.value - figure.low) for figure in figures],
+        [max(0.0, figure.high - figure.value) for figure in figures],
+    ]
 
 
 def pictures_of(page: Path) -> tuple[list[str], list[str], dict[tuple[int, int], Image.Image]]:
@@ -108,14 +210,11 @@ def pictures_of(page: Path) -> tuple[list[str], list[str], dict[tuple[int, int],
     return [cell["name"] for cell in data["cells"]], data["prompts"], pictures
 
 
-def all_cells(out: Path) -> list[Path]:
-    """Draw some captions in all cells: cells in columns, captions in rows."""
+def distances(out: Path) -> list[Path]:
+    """Draw some captions in cells of growing distance: cells in columns, captions in rows."""
     cells, prompts, pictures = pictures_of(PAGE)
-    rows = [
-        [pictures[prompt, cell] for cell in range(len(cells))]
-        for prompt in range(min(_CAPTIONS, len(prompts)))
-    ]
-    sheet(rows, cells, prompts).save(out)
+    rows = [[pictures[prompt, cells.index(cell)] for cell in _CELLS] for prompt in range(_CAPTIONS)]
+    sheet(rows, _CELLS, prompts).save(out)
     return [PAGE]
 
 
@@ -164,7 +263,7 @@ def charts(out: Path) -> list[Path]:
 
 DRAWN = {
     "frontier.png": frontier,
-    "all-cells.png": all_cells,
+    "distances.png": distances,
     "family.png": family,
     "report-charts.png": charts,
 }

@@ -47,7 +47,7 @@ SMALL = (
 FAST = {
     "residual left out": "static small-7",
     "a draft accepted once too often in 50": "static small-7",
-    "relaxed with lambda 2": "jacobi w4",
+    "relaxed with lambda 2": "jacobi w4-row",
     "not renormalised after a rejected sibling": "dynamic 10n2d5b",
     "visit probability not updated": "static small-7, traversal",
     "bonus token reuses the draft's noise": "static small-7",
@@ -58,7 +58,7 @@ FAST = {
 }
 # In these decodings a mistake changes nothing, or needs more images: docs/audit.md.
 UNSEEN = {
-    ("bonus token reuses the draft's noise", "jacobi w4-gumbel"),
+    ("bonus token reuses the draft's noise", "jacobi w4-row-gumbel"),
     ("a draft accepted once too often in 50", "static own-3-af3235"),
 }
 
@@ -82,13 +82,13 @@ def rejected_at(setting: str, name: str, images: int = TABLE_IMAGES) -> float:
 
 def test_block_walks_over_coupled_drafts_are_certified() -> None:
     walks = {
-        "jacobi w4-maximal, block",
+        "jacobi w4-row-maximal, block",
         "hybrid w4d2-row-maximal, block",
-        "pac w4x2x1-maximal, traversal",
+        "pac w4x2x1-row-maximal, traversal",
     }
     assert walks <= lossless_decodings(plan()).keys()
     assert walks <= CELLS.keys()
-    assert "jacobi w16-maximal, block" in CELLS
+    assert "jacobi w16-row-maximal, block" in CELLS
     assert not [name for name in CELLS if "gumbel" in name and not name.endswith("gumbel")]
 
 

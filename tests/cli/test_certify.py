@@ -33,10 +33,10 @@ def rows(path: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-DRAFTS = ["jacobi w4", "pac w4x2x2-maximal", "hybrid w4d2-row-maximal", "dynamic 10n2d5b"]
-COUPLED = ["jacobi w4-maximal, block", "hybrid w4d2-row-maximal, block"]
-CHAINS = ["static chain-5, block", "jacobi w4, block", *COUPLED]
-PAC = "pac w4x2x1-maximal, traversal"
+DRAFTS = ["jacobi w4-row", "pac w4x2x2-row-maximal", "hybrid w4d2-row-maximal", "dynamic 10n2d5b"]
+COUPLED = ["jacobi w4-row-maximal, block", "hybrid w4d2-row-maximal, block"]
+CHAINS = ["static chain-5, block", "jacobi w4-row, block", *COUPLED]
+PAC = "pac w4x2x1-row-maximal, traversal"
 CELLS = ["static small-7", *DRAFTS, *CHAINS, "static small-7, traversal", PAC]
 
 

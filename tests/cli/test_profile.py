@@ -219,7 +219,7 @@ def test_windows_are_searched(
     } == nodes
     assert (table["expected_length"] > 1).all()
     if mode == "scd":  # searched with the coupling of the mode
-        assert set(table["tree"]) == {"w2-maximal", "w4-maximal"}
+        assert set(table["tree"]) == {"w2-row-maximal", "w4-row-maximal"}
         assert (table["expected_length"] - table["mean_accepted_length"]).abs().max() < 0.5
 
 

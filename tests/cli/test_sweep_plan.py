@@ -130,7 +130,7 @@ def test_flags_make_grids(capsys, typed, cells):
 def test_a_mode_that_the_experiment_lacks_is_added_on_its_trees(capsys):
     cells = set(plan(capsys)["cell"])
     added = {*plan(capsys, "--modes", "ar,scd,gsd,lantern++")["cell"]} - cells
-    assert added == {"scd-jacobi-w16-maximal-t1", "gsd-static-chain-7-cluster14-t1"}
+    assert added == {"scd-jacobi-w16-row-maximal-t1", "gsd-static-chain-7-cluster14-t1"}
     assert {*plan(capsys, "--modes", "ar,lantern++")["cell"]} < cells
     shapes = set(plan(capsys, "tree-shapes", "--modes", "lantern", "--delta", "0.2")["cell"])
     assert shapes == {"ar-t1", "lantern-dynamic-24n4d6b-k10-delta0.2-t1"}

@@ -655,7 +655,7 @@ def test_fresh_drafts_are_forced_tokens_exactly_where_these_belong(initial: str)
 def test_rules_that_look_ahead_are_refused_with_coupled_drafts() -> None:
     assert jacobi_decoding(rule="block").rule == "block"
     assert jacobi_decoding(rule="block", coupling="maximal").rule == "block"
-    refused = "jacobi w16-gumbel does not give. Use coupling: maximal, or rule: strict"
+    refused = "jacobi w16-row-gumbel does not give. Use coupling: maximal, or rule: strict"
     with pytest.raises(ParameterError, match=refused):
         jacobi_decoding(rule="block", coupling="gumbel")
     with pytest.raises(ParameterError, match=r"hybrid w16d2-row-gumbel does not give\. Use"):
@@ -667,5 +667,5 @@ def test_a_tree_rule_that_leaves_something_else_is_refused_with_coupled_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(RULES, "block", tree_rule("block", chains=True)(strict_ahead))
-    with pytest.raises(ParameterError, match=r"w16-maximal does not give\. Use rule: strict"):
+    with pytest.raises(ParameterError, match=r"w16-row-maximal does not give\. Use rule: strict"):
         jacobi_decoding(rule="block", coupling="maximal")
