@@ -18,6 +18,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -132,7 +133,7 @@ SERIES = (
 def frontier(out: Path) -> list[Path]:
     """Draw speed against distance of every cell of the run on a GPU; return the tables used."""
     cells = cells_of("frontier-h200")
-    named = {cell for series in SERIES for cell in series.cells}
+    named = set(chain.from_iterable(series.cells for series in SERIES))
     figure, axes = pyplot.subplots(figsize=(8.6, 4.6))
     axes.axhspan(-1, 0, color="#eef3ee")
     for name, cell in cells.items():
