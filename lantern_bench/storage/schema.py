@@ -189,6 +189,12 @@ OUTSIDE_COLUMNS = _OF_METRICS | OUTSIDE_PARAMETERS
 """Columns from other packages. Files without values in them lack them: an installed package changes
 no run that does not use it."""
 
+_OF_TOKENS = [name for name in (*OF_TOKENS, *OF_DRAFTS) if name in IN_SUMMARY]
+_ALWAYS = {column.name for column in _quality_columns(_OF_TOKENS)}
+_DECIDED = [*_parameter_columns(), *_quality_columns(METRICS), *_summary_of_quality()]
+OPTIONAL_COLUMNS = {column.name for column in _DECIDED} - _ALWAYS
+"""Columns of parameters and metrics, which a table lacks if none of its cells has a value."""
+
 ENDS = ("", "_low", "_high")  # endings of the names of a figure and of its interval
 
 # ---- Tables as DataFrames and as files
@@ -224,8 +230,8 @@ def write_csv(table: pd.DataFrame, path: Path) -> None:
 
 
 def without_unused(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table without the columns from other packages that have no values in it."""
-    unused = [name for name in table if name in OUTSIDE_COLUMNS and table[name].isna().all()]
+    """Return a table without the columns of parameters and metrics that have no values in it."""
+    unused = [name for name in table if name in OPTIONAL_COLUMNS and table[name].isna().all()]
     return table.drop(columns=unused)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 from itertools import product
+from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from lantern_bench.analysis.cells import COLUMNS_READ
@@ -13,7 +15,13 @@ from lantern_bench.analysis.tables import NAMES, tables_of, write_tables
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.report.format_tables import readable
 from lantern_bench.storage.run_directory import load_runs
-from lantern_bench.storage.schema import columns, csv_text, frame, write_csv
+from lantern_bench.storage.schema import (
+    OPTIONAL_COLUMNS,
+    columns,
+    csv_text,
+    frame,
+    write_csv,
+)
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.helpers.made_up_run import (
     AR,
@@ -424,9 +432,22 @@ def test_files_do_not_depend_on_the_order_of_records(tmp_path):
         assert content == (shuffled_run / f"{name}.csv").read_bytes()
         assert b"nan" not in content
         assert b"inf" not in content.replace(b"info", b"").replace(b"fid_infinity", b"")
-        assert content.decode().splitlines()[0].split(",") == [
-            column.name for column in columns(name)
-        ]
+        declared = [column.name for column in columns(name)]
+        header = content.decode().splitlines()[0].split(",")
+        assert header == [column for column in declared if column in header]
+
+
+def test_files_lack_parameters_and_metrics_that_no_cell_has(tmp_path: Path) -> None:
+    records = make_records()
+    run = write_run(tmp_path / "run", records, make_scores(records))
+    write_tables(run)
+    for name in ("speed", "quality", "summary"):
+        table = pd.read_csv(run / f"{name}.csv")
+        empty = {column for column in table if table[column].isna().all()}
+        assert not empty & OPTIONAL_COLUMNS
+        assert table["cell_id"].notna().all()
+    assert {"speedup_low", "note"} <= set(pd.read_csv(run / "summary.csv"))
+    assert "strength" not in pd.read_csv(run / "speed.csv")
 
 
 def test_six_significant_digits(tmp_path):

@@ -310,7 +310,7 @@ CHAIN = {"drafting": "static", "tree": "chain-4"}
         {  # a lossless rule is named once
             STRICT: "speculative (strict) small-7 (lossless)",
             STRICT.changed(rule="block", tree="chain-4"): "speculative (block) chain-4 (lossless)",
-            Decoding(mode="sjd", rule="block", window=8): "SJD (block) w8 (lossless)",
+            Decoding(mode="sjd", rule="block", window=8): "SJD (block) w8-row (lossless)",
         },
     ],
 )
