@@ -6,10 +6,10 @@ autoregressive steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ from lantern_bench.methods.catalog import missing_drafter
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import Phases
 from lantern_bench.utils.errors import LogitsError
+
+Observer: TypeAlias = Callable[[SpeculativeStep, Logits], None]
+"""Sees each step between scoring and verification, with all logits of the target."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ def decode(
     engine: Engine | None = None,
     rule: ConfiguredRule | None = None,
     drafting: DraftMethod | None = None,
+    observe: Observer | None = None,
 ) -> list[Decoded]:
     """Decode one image for each generator, together.
 
@@ -82,6 +86,7 @@ def decode(
         engine: Compiles the steps; without one they run eagerly.
         rule: Replaces the rule of the configuration.
         drafting: Replaces the drafting of the configuration.
+        observe: Sees every speculative step. Its target forwards run uncompiled.
 
     Returns:
         The images, in the order of the generators.
@@ -111,7 +116,7 @@ def decode(
     else:
         key = ("speculative step", batch.size, sampling_key(decoding), keep_logits)
         step = batch.engine.cached(key, make_step)
-    return _speculative(batch, condition, step=step, rule=rule or own_rule)
+    return _speculative(batch, condition, step=step, rule=rule or own_rule, observe=observe)
 
 
 def drafter_and_rule(
@@ -238,7 +243,12 @@ class _Batch:
 
 
 def _speculative(
-    batch: _Batch, condition: Any, *, step: SpeculativeStep, rule: ConfiguredRule
+    batch: _Batch,
+    condition: Any,
+    *,
+    step: SpeculativeStep,
+    rule: ConfiguredRule,
+    observe: Observer | None,
 ) -> list[Decoded]:
     """Draft, score, verify and commit until every image is complete."""
     batch.phases.start()
@@ -262,7 +272,13 @@ def _speculative(
         batch.phases.mark("noise")
         step.draft(draft_bits)
         batch.phases.mark("draft")
-        logits, features = step.score()
+        if observe is None:
+            logits, features = step.score()
+        else:
+            scored = step.score_unguided()
+            observe(step, scored)
+            logits = guide(scored.cond, scored.uncond, batch.decoding.cfg_scale)
+            features = scored.features
         batch.phases.mark("target")
         along_path = step.verify_and_commit(logits, features, uniform_bits, bonus_bits)
         if along_path is not None:

@@ -255,6 +255,11 @@ class SpeculativeStep:
         tree = self.drafting.tree
         return self._score(tree.tokens, tree.depths, tree.attention)
 
+    def score_unguided(self) -> Logits:
+        """Score the draft tree and keep the conditional and unconditional logits, uncompiled."""
+        tree = self.drafting.tree
+        return self.session.score(tree.tokens, tree.depths, tree.attention)
+
     def _draft(self, bits: Tensor) -> None:
         """Show the drafter the committed tokens, and draft below the last of them.
 

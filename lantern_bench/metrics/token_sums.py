@@ -197,7 +197,7 @@ def sums_along(
         dtype: The dtype of the decode steps.
         earlier: Tokens [N] of images that count as earlier than all of these.
     """
-    images = _Images.of(model)
+    images = ImageLayout.of(model)
     others = list(earlier)
     uncond = forced.logits.uncond
     rows = []
@@ -217,7 +217,7 @@ def sums_along(
     return rows
 
 
-class _Images(NamedTuple):
+class ImageLayout(NamedTuple):
     """What the images of a model have in common."""
 
     is_drawn: Tensor  # bool [N], false for forced tokens
@@ -229,7 +229,7 @@ class _Images(NamedTuple):
     component: Tensor | None
 
     @classmethod
-    def of(cls, model: LoadedModel) -> _Images:
+    def of(cls, model: LoadedModel) -> ImageLayout:
         """Describe the images of a model."""
         target = model.target
         positions = torch.arange(target.image_tokens, device=target.device)
@@ -248,31 +248,25 @@ class _Images(NamedTuple):
             component=component,
         )
 
-    def closeness(self, tokens: Tensor, positions: slice) -> Tensor:
+    def closeness(self, positions: Tensor, left: Tensor, above: Tensor) -> Tensor:
         """Return minus the squared distances of all codes to the codes on the left and above.
 
         Terms that are the same for all codes are left out.
 
         Args:
-            tokens: Tokens of the image [N].
-            positions: The positions of the result [n, V].
+            positions: Positions in the image, int64 [n].
+            left: The token on the left of each; any token at the start of a line, int64 [n].
+            above: The token above each; any token in the first line, int64 [n].
+
+        Returns:
+            The sums [n, V].
         """
         assert self.codes is not None
-        rows = self.codes[tokens]
-        index = torch.arange(len(tokens), device=tokens.device)
-        neighbours = torch.zeros_like(rows)
-        count = torch.zeros_like(rows[:, :1])
-        for distance, exists in ((1, index % self.line > 0), (self.line, index >= self.line)):
-            here = index[exists]
-            neighbours[here] += rows[here - distance]
-            count[here] += 1.0
-        return 2.0 * neighbours[positions] @ self.codes.T - count[positions] * self._norms
-
-    @property
-    def _norms(self) -> Tensor:
-        """Squared lengths [V] of the codes."""
-        assert self.codes is not None
-        return self.codes.square().sum(dim=-1)
+        has_left = (positions % self.line > 0).to(self.codes.dtype)[:, None]
+        has_above = (positions >= self.line).to(self.codes.dtype)[:, None]
+        neighbours = has_left * self.codes[left] + has_above * self.codes[above]
+        norms = self.codes.square().sum(dim=-1)
+        return 2.0 * neighbours @ self.codes.T - (has_left + has_above) * norms
 
 
 def _first_component(codes: Tensor, used: int) -> Tensor:
@@ -293,7 +287,7 @@ def _sums_of_image(
     uncond: Tensor | None,
     q: Tensor | None,
     others: Sequence[Tensor],
-    images: _Images,
+    images: ImageLayout,
     decoding: Decoding,
     dtype: str,
 ) -> dict[str, Any]:
@@ -326,7 +320,10 @@ def _sums_of_image(
             further["prompt_information"] -= uncond[now].log_softmax(dim=-1)
         if images.component is not None:
             further["first_component"] = images.component.expand_as(p)
-            further["closeness"] = images.closeness(tokens, now)
+            here = torch.arange(len(tokens), device=tokens.device)[now]
+            further["closeness"] = images.closeness(
+                here, left=tokens[here - 1], above=tokens[(here - images.line).clamp_min(0)]
+            )
         further[ALIKE] = _alike(others, now, p)
         if q is not None:
             drafted = q[max(0, start - 1) : start + step - 1].double()
@@ -386,10 +383,12 @@ class _Sums(NamedTuple):
     ranges: Tensor
 
 
-def _sums(
-    p: Tensor, x: Tensor, further: Iterable[Tensor], *, is_drawn: Tensor, block: Tensor
-) -> _Sums:
-    """Sum over tokens `x` [n, 1] drawn from p [n, V] in blocks [n]."""
+def centred_features(p: Tensor, further: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return features of all tokens minus their means under p [n, V], and the entropies [n, 1].
+
+    The features [n, m, V] are the surprise, its squared distance from the entropy, and `further`
+    [n, V]. Tokens of probability 0 have 0.
+    """
     surprise = torch.where(p > 0, -p.log(), 0.0)
     entropy = (p * surprise).sum(dim=-1, keepdim=True)
     f = torch.stack([surprise, (surprise - entropy).square(), *further], dim=1)
@@ -400,6 +399,14 @@ def _sums(
     f -= f @ p[:, :, None]
     if is_filtered:
         f.masked_fill_(is_impossible, 0.0)
+    return f, entropy
+
+
+def _sums(
+    p: Tensor, x: Tensor, further: Iterable[Tensor], *, is_drawn: Tensor, block: Tensor
+) -> _Sums:
+    """Sum over tokens `x` [n, 1] drawn from p [n, V] in blocks [n]."""
+    f, entropy = centred_features(p, further)
 
     # 1. Per token, then per block.
     is_possible = (p.gather(1, x) > 0).squeeze(1)

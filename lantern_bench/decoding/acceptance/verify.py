@@ -124,7 +124,7 @@ def verify_greedy(
     offered = offered_children(tree, depth_limit)
     # The argmax of the logits is the argmax of p, without ties by rounding in the softmax.
     best = guided_logits.argmax(dim=-1)
-    tokens = _tokens_of(tree, offered)
+    tokens = tokens_of(tree, offered)
     taken = tokens == best.unsqueeze(2)
     mass = torch.zeros_like(tokens, dtype=torch.float32)
     if rule.takes_neighbours:
@@ -178,7 +178,7 @@ def _children_of(
     return Children(
         p=tree.rows(p),
         q=None if tree.q is None else tree.rows(tree.q),
-        tokens=tree.rows(_tokens_of(tree, offered)),
+        tokens=tree.rows(tokens_of(tree, offered)),
         offered=tree.rows(offered) >= 0,
         nodes_per_rank=[nodes * len(tree.tokens) for nodes in tree.layout.nodes_per_rank],
         depth=depth,
@@ -302,7 +302,8 @@ def verdict_of(
     )
 
 
-def _tokens_of(tree: DraftTree, children: Tensor) -> Tensor:
+def tokens_of(tree: DraftTree, children: Tensor) -> Tensor:
+    """Return the tokens [B, M, C] of `children` [B, M, C], of the root where there is no child."""
     return tree.tokens.gather(1, children.clamp_min(0).flatten(1)).view_as(children)
 
 
