@@ -333,6 +333,43 @@ def predict(
     return predict_run(run=data, device=find_device(device), stack=stack, model=model)
 
 
+def explore(
+    experiment: str | Path | Mapping[str, Any],
+    *,
+    out: str | Path | None = None,
+    modes: str | Sequence[str] | None = None,
+    progress: bool | Callable[[Event], None] = True,
+    **overrides: Any,
+) -> pd.DataFrame:
+    """Predict speed and distance of every cell from one walk, as `lantern-bench explore` does.
+
+    The same call continues an interrupted walk.
+
+    Args:
+        experiment: The name of a shipped experiment, a YAML file, or the content of one.
+        out: The folder, by default `results/explore-<name>-<hash>`.
+        modes: The modes of the cells, by default as in the experiment.
+        progress: As in `sweep`.
+        **overrides: Keys of the experiment, such as `images`, which is 16 here.
+
+    Returns:
+        One row per setting, as in the table `surface`.
+
+    Raises:
+        UserError: The experiment, an override or a prompt is wrong, or a cell cannot be predicted.
+        RefusedError: Weights are missing.
+    """
+    from lantern_bench.profile import exploration
+
+    request = exploration.explore_request(
+        experiment,
+        Overrides.from_flags(overrides, modes=modes),
+        out=Path(out) if out is not None else None,
+    )
+    with _emitting(progress=progress) as emit:
+        return without_unused(exploration.explore(request, emit))
+
+
 def recommend(
     run: str | Path | Run,
     quality_run: str | Path | Run | None = None,

@@ -21,6 +21,7 @@ from typer.main import get_command
 from lantern_bench import __version__
 from lantern_bench.cli.checks import certify, check_model, check_run, doctor
 from lantern_bench.cli.console import Console
+from lantern_bench.cli.explore import explore
 from lantern_bench.cli.generate import generate
 from lantern_bench.cli.models import models, weights
 from lantern_bench.cli.options import Command, command_group, complete_names
@@ -60,6 +61,7 @@ for command in (
     compare,
     recommend,
     report,
+    explore,
     predict,
     certify,
     generate,

@@ -1,0 +1,54 @@
+"""The command `explore`: many settings predicted from one walk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lantern_bench.cli.console import Console
+from lantern_bench.cli.options import EXPERIMENT_FLAGS, SettingsOption, with_flags
+from lantern_bench.config.settings import Overrides
+
+_SHOWN = 5  # settings of the table in the terminal
+
+
+@with_flags(EXPERIMENT_FLAGS)
+def explore(
+    console: Console,
+    experiment: Annotated[
+        str, typer.Argument(help="A YAML file, or the name of a shipped experiment.")
+    ],
+    modes: Annotated[
+        list[str] | None,
+        typer.Option(help="Predict only these modes; modes that the experiment lacks are added."),
+    ] = None,
+    max_distance: Annotated[
+        float, typer.Option(min=0.0, help="Largest distance of the settings that are shown.")
+    ] = 0.02,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder. Default: results/explore-<name>-<hash>.")
+    ] = None,
+    settings: SettingsOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Predict a grid of any size.")] = False,
+    *,
+    flags: dict[str, Any],
+) -> None:
+    """Predict speed and distance of every cell from one walk over a few images (default: 16)."""
+    from lantern_bench.profile import exploration
+
+    request = exploration.explore_request(
+        experiment, Overrides.from_flags(flags, modes=modes, settings=settings, many=yes), out=out
+    )
+    with console.events() as emit:
+        table = exploration.explore(request, emit)
+    best = exploration.best_settings(table, max_distance, _SHOWN)
+    console.table(
+        best.drop(columns=["step_ms", "dominated"]),
+        "surface",
+        title=f"{len(table)} settings; the fastest with a distance of at most {max_distance:g}, "
+        "and the fastest lossless one",
+        notes=["Predicted, not measured: sweep the settings that you quote."],
+    )
+    console.say(f"all settings: {request.folder / exploration.SURFACE}")

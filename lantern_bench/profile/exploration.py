@@ -1,0 +1,390 @@
+"""Predict length, distance and speedup of many settings from one walk over a few images.
+
+Settings that sample and draft alike share a walk (`shadow_walk.py`). docs/prediction.md, "Many
+settings from one walk", says what is exact, what is assumed, and what was measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from lantern_bench.analysis.cells import join_notes
+from lantern_bench.analysis.statistics import Interval, ratio_of_sums
+from lantern_bench.analysis.token_distance import FeatureSums, distance
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.experiment import Cell
+from lantern_bench.config.plan import ImageTask
+from lantern_bench.config.settings import Overrides
+from lantern_bench.devices.compute import choose_compute, set_threads
+from lantern_bench.methods.catalog import LOSSLESS, output_of
+from lantern_bench.methods.parameters import SAMPLING
+from lantern_bench.methods.static_trees import check_topology
+from lantern_bench.models.load import compile_models, load_models
+from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.profile.shadow_walk import WalkSums, feature_names, walk_images
+from lantern_bench.profile.step_costs import step_costs
+from lantern_bench.report.charts import is_dominated
+from lantern_bench.storage.schema import ENDS, Row, frame, write_csv
+from lantern_bench.sweeps.choose_threads import choose_threads
+from lantern_bench.sweeps.request import Request, prepare
+from lantern_bench.utils.errors import UserError, joined
+from lantern_bench.utils.files import check_writable, write_file
+from lantern_bench.utils.progress import Emit, ProgressEvent
+
+IMAGES = 16
+"""Default number of images of a walk."""
+
+PREDICTABLE = ("static", "dynamic")
+"""Draftings whose drafts depend on the committed tokens alone."""
+
+SURFACE = "surface.csv"
+"""The file of the table in the folder of an exploration."""
+
+_TOGETHER = 8  # most images of a walk that are decoded at once; finished ones are kept in a file
+_PROBABILITIES = 2**22  # most probabilities of a step, images times nodes times vocabulary
+_TIMED_IMAGES = 2  # with which the cost of a step is measured
+
+
+def check_predictable(cells: Iterable[Cell]) -> None:
+    """Raise `UserError` for cells that a walk cannot predict, by name."""
+    refused: dict[str, list[str]] = {}
+    for cell in cells:
+        decoding = cell.decoding
+        if not decoding.drafts:
+            continue
+        if decoding.greedy:
+            reason = "temperature 0 draws no token, so nothing has a probability of acceptance"
+        elif decoding.drafting not in PREDICTABLE:
+            reason = f"drafts of {decoding.drafting} depend on what the setting accepted before"
+        else:
+            continue
+        refused.setdefault(reason, []).append(cell.cell_id)
+    if refused:
+        reasons = [f"{reason}: {', '.join(ids)}" for reason, ids in refused.items()]
+        raise UserError(
+            f"these cells cannot be explored. {'. '.join(reasons)}",
+            "Leave them out, for example with --modes speculative,lantern; a sweep measures them.",
+        )
+
+
+def explore_request(
+    source: str | Path | Mapping[str, Any], overrides: Overrides, *, out: Path | None = None
+) -> Request:
+    """Check an exploration and return it as the request of a sweep, with its own folder.
+
+    Nothing is loaded.
+
+    Args:
+        source: The experiment, as in `prepare`.
+        overrides: Flags over the experiment. Without `images`, there are 16.
+        out: The folder, by default `results/explore-<run name>`.
+
+    Raises:
+        UserError: As `prepare`; also for cells that a walk cannot predict.
+        RefusedError: As `prepare`; also if models are missing.
+    """
+    values = {"images": (IMAGES,), **overrides.values, "metrics": ("speed",)}
+    request = prepare(source, replace(overrides, values=values))
+    check_predictable(request.experiment.cells)
+    if request.lacking:
+        raise joined(request.lacking)
+    folder = out or request.folder.with_name(f"explore-{request.experiment.run_name}")
+    check_writable(folder)
+    return replace(request, folder=folder)
+
+
+def explore(request: Request, emit: Emit) -> pd.DataFrame:
+    """Predict every cell, and write and return the table `surface`.
+
+    The strict rule is added for each tree, because every other rule is compared with it.
+
+    Args:
+        request: A request of `explore_request`. Parts of walks that its folder has are read.
+        emit: Receives progress.
+
+    Raises:
+        RefusedError: Weights are missing, or memory does not suffice.
+        LogitsError: A model gave NaN or infinite logits.
+    """
+    experiment = request.experiment
+    set_threads(experiment.settings.threads)
+    compute = choose_compute(experiment.settings.device, experiment.settings.dtype, fast=True)
+    first = request.plan.cells[0]
+    images = [task for task in request.plan.tasks if task.cell == first]
+    rows: list[Row] = []
+    for name, model in load_models(experiment, compute, emit).items():
+        for done, total in model.prepare([task.prompt.text for task in images]):
+            emit(ProgressEvent(f"captions for {name}", done, total))
+        drafting = [
+            cell for cell in experiment.cells if cell.model == name and cell.decoding.drafts
+        ]
+        strict = [replace(cell, decoding=strict_of(cell.decoding)) for cell in drafting]
+        cells = {cell.decoding: cell for cell in [*strict, *drafting]}
+
+        # 1. Walk, uncompiled.
+        figures = _predicted(model, list(cells), images, folder=request.folder, emit=emit)
+
+        # 2. Measure steps as a sweep takes them.
+        problem = None
+        if experiment.settings.compile:
+            problem = compile_models([model], compute)
+        if problem is not None:
+            emit(problem)
+        times = measured_times(model, list(cells), images, emit=emit)
+        for decoding, cell in cells.items():
+            row = cell.columns() | figures[decoding]
+            row |= speed_columns(row, times[decoding], tokens=model.target.image_tokens)
+            rows.append(row)
+    table = with_fronts(frame("surface", rows))
+    write_csv(table, request.folder / SURFACE)
+    return table
+
+
+def _predicted(
+    model: LoadedModel,
+    settings: Sequence[Decoding],
+    images: Sequence[ImageTask],
+    *,
+    folder: Path,
+    emit: Emit,
+) -> dict[Decoding, Row]:
+    """Walk once for each group of settings, and return the figures of each setting."""
+    groups: dict[Any, list[Decoding]] = {}
+    for setting in settings:
+        groups.setdefault(_group(setting), []).append(setting)
+    prompts = [task.prompt.id for task in images]
+    found = {}
+    for group in groups.values():
+        sums = walked(model, group, images, folder=folder, emit=emit)
+        for index, setting in enumerate(group):
+            found[setting] = _figures(sums, index, setting=setting, model=model, prompts=prompts)
+    return found
+
+
+def strict_of(decoding: Decoding) -> Decoding:
+    """Return the strict rule with the drafts and the sampling of a decoding."""
+    kept = {*SAMPLING, "drafting", *decoding.drafting_row.parameter_names} - {"mode"}
+    values = {key: value for key, value in decoding.settings().items() if key in kept}
+    return Decoding("speculative", rule="strict", cfg_default=decoding.cfg_default, **values)
+
+
+def _group(decoding: Decoding) -> tuple[Any, ...]:
+    """What the settings of one walk have in common; static trees are joined."""
+    own = [] if decoding.paths else sorted(decoding.drafting_row.parameter_names)
+    return (decoding.drafting, *map(decoding.value, [*SAMPLING, *own]))
+
+
+def walked(
+    model: LoadedModel,
+    settings: Sequence[Decoding],
+    images: Sequence[ImageTask],
+    *,
+    folder: Path,
+    emit: Emit,
+    follow: Decoding | None = None,
+) -> WalkSums:
+    """Walk along images, and evaluate settings of one group at every step.
+
+    Args:
+        model: The model.
+        settings: The settings.
+        images: The images.
+        folder: Parts of walks are kept here; a part that is there is not walked again.
+        emit: Receives progress.
+        follow: The setting that is followed. Default: the strict rule over the union of the trees.
+    """
+    walk = follow or strict_of(settings[0])
+    if walk.paths and follow is None:
+        union = set(itertools.chain.from_iterable(setting.paths for setting in settings))
+        walk = walk.changed(tree=check_topology(union))
+    nodes = 1 + walk.draft_nodes
+    together = _PROBABILITIES // (nodes * model.target.vocab_size)
+    together = min(_TOGETHER, max(1, together))
+    parts: list[WalkSums] = []
+    for start in range(0, len(images), together):
+        tasks = images[start : start + together]
+
+        def progress(fraction: float, start: int = start, count: int = len(tasks)) -> None:
+            done = start + fraction * count
+            emit(ProgressEvent(f"walk of {len(settings)} settings", done, len(images)))
+
+        path = folder / "walks" / f"{_key(model, [walk, *settings], tasks)}.npz"
+        if not path.is_file():
+            sums = walk_images(
+                model=model,
+                walk=walk,
+                settings=settings,
+                prompts=[task.prompt.text for task in tasks],
+                seeds=[task.seed for task in tasks],
+                progress=progress,
+            )
+            content = io.BytesIO()
+            np.savez_compressed(content, **sums._asdict())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, content.getvalue(), flag="--out")
+        with np.load(path) as stored:
+            parts.append(WalkSums(**stored))
+        progress(1.0)
+    return WalkSums.joined(parts)
+
+
+def _key(model: LoadedModel, every: Sequence[Decoding], tasks: Sequence[ImageTask]) -> str:
+    """Return a hash of everything that a part of a walk depends on; the walk comes first."""
+    covered = [
+        model.weights,
+        str(model.target.device),
+        [decoding.settings() for decoding in every],
+        [decoding.rule_row.fingerprint() for decoding in every],
+        [(task.prompt.text, task.seed) for task in tasks],
+    ]
+    return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _figures(
+    sums: WalkSums,
+    index: int,
+    *,
+    setting: Decoding,
+    model: LoadedModel,
+    prompts: Sequence[str],
+) -> Row:
+    """Return the predicted figures of one setting but its speed."""
+    tokens = sums.reach[index].sum(axis=1)
+    accepted = sums.committed[index, :, 1:]
+    tested = sums.tested[index, :, :-1]
+    row: Row = {
+        "output": output_of(setting.drafting, setting.rule),
+        "images": len(prompts),
+    }
+    row |= ratio_of_sums(tokens, sums.steps, prompts).columns("mean_accepted_length")
+    row |= ratio_of_sums(accepted.sum(axis=1), tested.sum(axis=1), prompts).columns(
+        "acceptance_rate"
+    )
+    reached = tested.sum(axis=0) > 0
+    by_depth = accepted.sum(axis=0)[reached] / tested.sum(axis=0)[reached]
+    row["acceptance_by_depth"] = " ".join(f"{rate:.3f}" for rate in by_depth)
+    if setting.rule_row.lossless:
+        return row | dict.fromkeys(["distance", "emitted_tv", "surprise", "impossible"], 0.0)
+
+    names = feature_names(model, setting)
+    features = FeatureSums.of(sums.features[index].reshape(len(prompts), -1), len(names))
+    shift = _distance(features, tokens)
+    row |= shift.columns("distance")
+    surprise = features.sums[..., 0].sum(axis=1)
+    row |= ratio_of_sums(surprise, tokens, prompts).columns("surprise")
+    row["impossible"] = sums.impossible[index].sum() / tokens.sum()
+    problem = setting.emitted_tv_problem
+    if problem is None:
+        row |= ratio_of_sums(sums.emitted_tv[index], tokens, prompts).columns("emitted_tv")
+    else:
+        problem = f"no emitted TV: {problem}"
+    return row | {"note": join_notes([shift.note, problem])}
+
+
+def _distance(features: FeatureSums, tokens: Any) -> Interval:
+    """Return the distance with a jackknife interval over images.
+
+    A walk has no noise of tokens, for which the interval of `distance` allows.
+    """
+    found = distance(features, tokens)
+    images = len(tokens)
+    if found.value is None or found.low is None:
+        return found
+    others = []
+    for left_out in range(images):
+        kept = np.arange(images) != left_out
+        part = FeatureSums(features.sums[kept], features.covariance[kept])
+        others.append(distance(part, tokens[kept]).value)
+    spread = np.array(others, dtype=float)
+    error = np.sqrt((images - 1) * spread.var())
+    return Interval(found.value, found.value - 1.96 * error, found.value + 1.96 * error)
+
+
+# ---- Speed
+
+
+class StepTimes(NamedTuple):
+    """Measured milliseconds."""
+
+    prefill: float
+    ar: float  # a step of autoregressive decoding
+    step: float  # a step of the setting
+
+
+def measured_times(
+    model: LoadedModel, settings: Sequence[Decoding], images: Sequence[ImageTask], *, emit: Emit
+) -> dict[Decoding, StepTimes]:
+    """Measure one step for each tree and rule: that of the setting with the most neighbours.
+
+    Args:
+        model: Decodes the images.
+        settings: The settings.
+        images: The first of them are decoded.
+        emit: Receives progress.
+    """
+
+    def kind(setting: Decoding) -> tuple[Any, ...]:
+        return (setting.tree_label, setting.rule, setting.residual)
+
+    ordered = sorted(settings, key=lambda setting: setting.neighbours or 0)
+    timed = {kind(setting): setting for setting in ordered}
+    decodings = [settings[0].autoregressive(), *timed.values()]
+    choose_threads(model, images[0].prompt.text, reversed(decodings), emit=emit)
+    prompts = [task.prompt.text for task in images[:_TIMED_IMAGES]]
+    ar, *others = step_costs(model, decodings, prompts, emit=emit)
+    prefill = 1e3 * sum(trace.phases["prefill"] for trace in ar.traces) / len(ar.traces)
+    steps = dict(zip(timed, others, strict=True))
+    return {
+        setting: StepTimes(prefill, ar=ar.total, step=steps[kind(setting)].total)
+        for setting in settings
+    }
+
+
+def speed_columns(row: Row, times: StepTimes, *, tokens: int) -> Row:
+    """Return the columns of the predicted speedup, whose interval is that of the length.
+
+    Args:
+        row: Has the columns of `mean_accepted_length`.
+        times: Measured milliseconds.
+        tokens: Tokens of an image, the first of which comes from the prefill.
+    """
+    columns: Row = {"step_ms": times.step}
+    for end in ENDS:
+        length = row[f"mean_accepted_length{end}"]
+        if length is not None:
+            plain = times.prefill + (tokens - 1) * times.ar
+            seconds = times.prefill + (tokens - 1) / length * times.step
+            columns[f"predicted_speedup{end}"] = plain / seconds
+    return columns
+
+
+def with_fronts(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table `surface` with its column `dominated`."""
+    points = table.assign(run="")
+    beaten = is_dominated(points, "predicted_speedup", "distance", less_is_better=True)
+    return table.assign(dominated=pd.array(beaten, dtype="Int64"))
+
+
+def best_settings(table: pd.DataFrame, max_distance: float, count: int) -> pd.DataFrame:
+    """Return the fastest settings of each model within a limit, and the fastest lossless one.
+
+    Args:
+        table: The table `surface`.
+        max_distance: The largest distance; tokens that the target cannot give break any limit.
+        count: How many settings of each model.
+    """
+    ordered = table.sort_values("predicted_speedup", ascending=False, kind="stable")
+    is_near = (ordered["distance"] <= max_distance) & ~(ordered["impossible"] > 0)
+    within = ordered[is_near].groupby("model", sort=False).head(count)
+    lossless = ordered[ordered["output"] == LOSSLESS].groupby("model", sort=False).head(1)
+    return pd.concat([within, lossless]).drop_duplicates("cell_id").reset_index(drop=True)

@@ -1,0 +1,137 @@
+"""The command `explore`: its table and its files, what it refuses, and how it continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import lantern_bench
+from lantern_bench.cli import main as cli
+from lantern_bench.profile import exploration, shadow_walk
+from tests.helpers.tiny_model import TinyModel
+
+GRID = """
+name: grid
+model: tiny
+images: 3
+compile: false
+threads: 1
+cells:
+  - {mode: speculative, drafting: static, rule: [strict, block], tree: [chain-3, chain-4]}
+  - {mode: speculative, drafting: static, rule: traversal, tree: small-7}
+  - {mode: lantern, drafting: static, tree: [chain-4, small-7], neighbours: 3, delta: [0.1, 0.4]}
+  - {mode: lantern, nodes: 6, depth: 2, beam: 2, neighbours: 3, delta: 0.2}
+  - {mode: cool-sd, tree: chain-3, strength: 1.5, temperature: 0.9}
+"""
+
+
+@pytest.fixture
+def grid(tiny: TinyModel) -> Path:
+    del tiny  # the fixture makes it the only model
+    path = Path("grid.yaml")
+    path.write_text(GRID)
+    return path
+
+
+def surface(folder: str) -> pd.DataFrame:
+    return pd.read_csv(Path(folder) / exploration.SURFACE).set_index("cell_id")
+
+
+def test_every_cell_is_predicted_beside_the_strict_rule_on_its_tree(
+    grid: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["explore", str(grid), "--out", "out", "--images", "5"]) == 0
+    table = surface("out")
+    assert set(table["tree"]) == {"chain-3", "chain-4", "small-7", "6n2d2b"}
+    # 11 cells, and the strict rule on small-7, on the dynamic tree and at the other temperature
+    assert len(table) == 14
+    assert (table["images"] == 5).all()
+    assert (table["mean_accepted_length"] > 1).all()
+    assert table["predicted_speedup"].notna().all()
+    lossless = table[table["output"] == "lossless"]
+    assert (lossless["distance"] == 0).all()
+    assert (lossless["emitted_tv"] == 0).all()
+    near = table.loc["lantern-static-chain-4-k3-delta0.1-t1"]
+    far = table.loc["lantern-static-chain-4-k3-delta0.4-t1"]
+    assert near["mean_accepted_length"] < far["mean_accepted_length"]
+    assert near["emitted_tv"] < far["emitted_tv"]
+    rates = [float(rate) for rate in far["acceptance_by_depth"].split()]
+    assert len(rates) == 4
+    assert 0 < min(rates) <= far["acceptance_rate"] <= max(rates) <= 1
+    shown = capsys.readouterr()
+    assert "surface.csv" in shown.err
+    assert "speculative" in shown.out
+
+
+def test_a_finished_walk_is_not_walked_again(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exploration, "_TOGETHER", 2)
+    command = ["explore", str(grid), "--out", "out", "--modes", "lantern", "--images", "4"]
+    assert cli.main(command) == 0
+    whole = surface("out")
+    parts = sorted(Path("out/walks").iterdir())
+    assert len(parts) == 4  # two groups, two images at once
+    parts[0].unlink()
+    walks = []
+
+    def counted(**arguments: object) -> shadow_walk.WalkSums:
+        walks.append(arguments["prompts"])
+        return shadow_walk.walk_images(**arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(exploration, "walk_images", counted)
+    assert cli.main(command) == 0
+    assert len(walks) == 1
+    again = surface("out")
+    timed = ["step_ms", "dominated", *whole.filter(like="speedup")]
+    pd.testing.assert_frame_equal(again.drop(columns=timed), whole.drop(columns=timed))
+
+
+def test_images_decoded_together_do_not_change_the_figures(
+    grid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = []
+    for together in (1, 3):
+        monkeypatch.setattr(exploration, "_TOGETHER", together)
+        table = lantern_bench.explore(
+            str(grid), out=f"out{together}", modes="lantern", images=3, progress=False
+        )
+        tables.append(table[["mean_accepted_length", "distance", "surprise", "emitted_tv"]])
+    pd.testing.assert_frame_equal(*tables, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        ("{mode: sjd, window: 4}", ["sjd-jacobi-w4-row-t1", "drafts of jacobi depend on what"]),
+        ("{mode: hybrid, window: 4}", ["hybrid-w4", "drafts of hybrid"]),
+        ("{mode: sjd-pac, window: 4}", ["sjd-pac", "drafts of pac"]),
+        ("{mode: speculative, temperature: 0}", ["-t0", "temperature 0"]),
+    ],
+)
+def test_cells_without_a_prediction_are_refused_by_name_before_anything_is_loaded(
+    cells: str, words: list[str], tiny: TinyModel, refuse: Callable[..., None]
+) -> None:
+    Path("some.yaml").write_text(f"name: some\nmodel: tiny\ncells:\n  - {cells}\n")
+    refuse(["explore", "some.yaml", "--out", "out"], 2, "cannot be explored", *words)
+    assert tiny.loads == 0
+
+
+def test_a_folder_that_is_a_file_is_refused(grid: Path, refuse: Callable[..., None]) -> None:
+    refuse(["explore", str(grid), "--out", str(grid)], 2, "--out grid.yaml")
+
+
+def test_the_best_settings_keep_the_limit() -> None:
+    table = pd.DataFrame(
+        {
+            "model": "m",
+            "cell_id": ["far", "impossible", "fast", "slow", "lossless"],
+            "output": ["relaxed"] * 4 + ["lossless"],
+            "predicted_speedup": [3.0, 2.9, 2.0, 1.5, 1.2],
+            "distance": [0.5, 0.0, 0.01, 0.01, 0.0],
+            "impossible": [0.0, 0.1, 0.0, 0.0, 0.0],
+        }
+    )
+    best = exploration.best_settings(table, max_distance=0.02, count=1)
+    assert best["cell_id"].tolist() == ["fast", "lossless"]
