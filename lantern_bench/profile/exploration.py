@@ -31,7 +31,7 @@ from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.static_trees import check_topology
 from lantern_bench.models.load import compile_models, load_models
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.profile.shadow_walk import WalkSums, feature_names, walk_images
+from lantern_bench.profile.shadow_walk import WalkSums, feature_names, strict_of, walk_images
 from lantern_bench.profile.step_costs import step_costs
 from lantern_bench.report.charts import is_dominated
 from lantern_bench.storage.schema import ENDS, Row, frame, write_csv
@@ -169,13 +169,6 @@ def _predicted(
         for index, setting in enumerate(group):
             found[setting] = _figures(sums, index, setting=setting, model=model, prompts=prompts)
     return found
-
-
-def strict_of(decoding: Decoding) -> Decoding:
-    """Return the strict rule with the drafts and the sampling of a decoding."""
-    kept = {*SAMPLING, "drafting", *decoding.drafting_row.parameter_names} - {"mode"}
-    values = {key: value for key, value in decoding.settings().items() if key in kept}
-    return Decoding("speculative", rule="strict", cfg_default=decoding.cfg_default, **values)
 
 
 def _group(decoding: Decoding) -> tuple[Any, ...]:

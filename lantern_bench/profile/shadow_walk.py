@@ -29,9 +29,11 @@ from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.decoding.step import SpeculativeStep
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 from lantern_bench.methods.catalog import RULES
+from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.static_trees import Topology
 from lantern_bench.metrics.token_sums import ImageLayout, centred_features
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.utils.progress import ignore_events
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -74,7 +76,7 @@ def walk_images(
     prompts: Sequence[str],
     seeds: Sequence[int],
     *,
-    progress: Callable[[float], None],
+    progress: Callable[[float], None] = ignore_events,
 ) -> WalkSums:
     """Decode one image for each prompt with `walk`, and evaluate all settings at every step.
 
@@ -277,6 +279,13 @@ class ShadowWalk:
         if found.emitted_tv is not None:
             emitted_tv = (reach * found.emitted_tv).sum(dim=1)
             self.sums.emitted_tv[index] += emitted_tv.cpu().numpy()
+
+
+def strict_of(decoding: Decoding) -> Decoding:
+    """Return the strict rule with the drafts and the sampling of a decoding."""
+    kept = {*SAMPLING, "drafting", *decoding.drafting_row.parameter_names} - {"mode"}
+    values = {key: value for key, value in decoding.settings().items() if key in kept}
+    return Decoding("speculative", rule="strict", cfg_default=decoding.cfg_default, **values)
 
 
 def feature_names(model: LoadedModel, decoding: Decoding) -> list[str]:

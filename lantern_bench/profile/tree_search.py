@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,24 +17,20 @@ import yaml
 
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting.draft_method import drafting_of
-from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.methods.catalog import MODES, PARAMETERS, RULES, lossless_pairs
-from lantern_bench.methods.static_trees import Path, Topology, check_topology
+from lantern_bench.methods.static_trees import STATIC_TREES, Path, Topology, check_topology
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile.cost_model import dynamic_sizes
+from lantern_bench.profile.shadow_walk import WalkSums, strict_of, walk_images
 from lantern_bench.profile.step_costs import StepCost, forward_ms, step_costs
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.progress import Emit, Note
 
-Rates = Sequence[Sequence[float]]
-"""For each depth, the probability that the child of rank 0, 1, ... is accepted."""
-
 SEARCHED = ("static", "jacobi", "pac", "hybrid", "dynamic")
 
 _LEVELS = 8
-_RANKS = 5
+_RANKS = 5  # of the children in static trees
 _CHAIN: Topology = tuple((0,) * depth for depth in range(1, _LEVELS + 1))
-_MIN_STEPS = 30  # that must reach a depth before its acceptance is used
 _FORWARDS = (1, 2, 4, 8, 16, 32)  # nodes of the measured forwards
 _FORWARD_REPEATS = 100
 _MOST_NODES = 26  # of a static tree
@@ -45,65 +40,74 @@ _WINDOWS = [{"window": window} for window in (4, 8, 12, 16, 24, 32, 48)]
 _DYNAMIC = ("2n1d2b", "3n1d3b", "6n2d3b", "10n3d3b", "16n4d4b", "24n4d6b", "32n6d5b", "58n5d10b")
 
 
-# ---- The longest static trees of every size, given how often drafts are accepted
+def probe_tree() -> Topology:
+    """Return the tree that static trees are cut out of: the named ones, and a chain."""
+    named = itertools.chain.from_iterable(STATIC_TREES.values())
+    return check_topology({*_CHAIN, *(path for path in named if max(path) < _RANKS)})
 
 
-def _probe_tree() -> Topology:
-    """A tree that is wide enough to show which ranks are accepted at every depth."""
-    paths: list[Path] = [*_CHAIN]
-    paths += [(rank,) for rank in range(1, _RANKS)]
-    for path in _CHAIN[:-1]:
-        paths += [(*path, 1), (*path, 2)]
-    return check_topology(paths)
-
-
-def acceptance_by_rank(traces: Sequence[ImageTrace], ranks: int) -> list[list[float]]:
-    """Return the fraction of steps that accept the child of each rank, at each depth.
-
-    Depths that too few steps have reached are left out.
-    """
-    counts: Counter[tuple[int, int]] = Counter()  # by depth and rank; -1: no child is accepted
-    for trace in traces:
-        for step in trace.child_rank:
-            counts.update((depth, min(rank, ranks - 1)) for depth, rank in enumerate(step))
-    rates: list[list[float]] = []
-    while True:
-        of_depth = [counts[len(rates), rank] for rank in range(-1, ranks)]
-        reached = sum(of_depth)
-        if reached < _MIN_STEPS:
-            return rates
-        rates.append([count / reached for count in of_depth[1:]])
-
-
-def longest_trees(rates: Rates, most_nodes: int) -> dict[Topology, float]:
+def longest_trees(reach: Mapping[Path, float], most_nodes: int) -> dict[Topology, float]:
     """Return the longest trees of each number of levels and nodes.
+
+    A tree grows by the node with the largest reach among the nodes whose parent and whose earlier
+    siblings it has.
+
+    Args:
+        reach: How often a step commits each node of a tree.
+        most_nodes: The most nodes of a tree, without the root.
 
     Returns:
         The expected tokens of a step, with the bonus token, by tree.
     """
-
-    @functools.cache
-    def best(levels: int, rank: int, nodes: int, depth: int = 0) -> tuple[float, tuple[Path, ...]]:
-        """The largest length of children that start at `rank`, below one node, and their paths."""
-        if nodes == 0 or depth == levels or rank == len(rates[0]):
-            return 0.0, ()
-
-        longest: tuple[float, tuple[Path, ...]] = (-1.0, ())
-        for nodes_below in range(nodes):  # the child of this rank is one of the nodes
-            below, paths_below = best(levels, 0, nodes_below, depth=depth + 1)
-            beside, paths_beside = best(levels, rank + 1, nodes - 1 - nodes_below, depth=depth)
-            length = rates[depth][rank] * (1.0 + below) + beside
-            if length > longest[0]:
-                child = [(rank, *path) for path in ((), *paths_below)]
-                longest = (length, (*child, *paths_beside))
-        return longest
-
     lengths = {}
-    for levels in range(1, len(rates) + 1):
-        for nodes in range(levels, most_nodes + 1):
-            length, paths = best(levels, 0, nodes)
-            lengths[check_topology(paths)] = 1.0 + length
+    for levels in range(1, 1 + max(map(len, reach))):
+        left = {path for path in reach if len(path) <= levels}
+        tree: set[Path] = {()}
+        length = 1.0
+        while left and len(tree) <= most_nodes:
+            possible = [path for path in left if _fits(path, tree)]
+            best = max(possible, key=lambda path: (reach[path], path))
+            left.remove(best)
+            tree.add(best)
+            length += reach[best]
+            lengths[check_topology(tree - {()})] = length
     return lengths
+
+
+def _fits(path: Path, tree: Collection[Path]) -> bool:
+    *parent, rank = path
+    return tuple(parent) in tree and (rank == 0 or (*parent, rank - 1) in tree)
+
+
+def _static_lengths(
+    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], *, seed: int, emit: Emit
+) -> dict[Decoding, float]:
+    """Return the expected length of many static trees, from one walk over one tree."""
+    if decoding.rule_row.chains:
+        # The rule decides on each chain as a whole.
+        settings = [decoding.changed(tree=_CHAIN[:levels]) for levels in range(1, _LEVELS + 1)]
+    else:
+        settings = [decoding.changed(tree=probe_tree())]
+    emit(Note(f"walking along {len(prompts)} images"))
+    parts = []
+    for number, prompt in enumerate(prompts):
+        sums = walk_images(
+            model=model,
+            walk=strict_of(settings[-1]),
+            settings=settings,
+            prompts=[prompt],
+            seeds=[seed + number],
+        )
+        parts.append(sums)
+    walk = WalkSums.joined(parts)
+    reach = walk.reach.sum(axis=1) / walk.steps.sum()
+    if decoding.rule_row.chains:
+        return dict(zip(settings, reach.sum(axis=1).tolist(), strict=True))
+    of_nodes = dict(zip(settings[0].paths, reach[0, 1:].tolist(), strict=True))
+    return {
+        decoding.changed(tree=tree): length
+        for tree, length in longest_trees(of_nodes, _MOST_NODES).items()
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,14 +127,7 @@ def _find_candidates(
     """Drafts of many sizes with their length: expected for static trees, otherwise measured."""
     lengths: dict[Decoding, float] = {}
     if decoding.drafting == "static":
-        is_chain = decoding.rule_row.chains
-        probe = decoding.changed(tree=_CHAIN if is_chain else _probe_tree())
-        (cost,) = step_costs(model, [probe], prompts, seed=seed)
-        rates = acceptance_by_rank(cost.traces, 1 if is_chain else _RANKS)
-        depths = [" ".join(f"{rate:.2f}" for rate in of_depth) for of_depth in rates]
-        emit(Note(f"accepted at depth 1, 2, ... by rank: {'; '.join(depths)}"))
-        for paths, length in longest_trees(rates, _MOST_NODES).items():
-            lengths[decoding.changed(tree=paths)] = length
+        lengths = _static_lengths(model, decoding, prompts, seed=seed, emit=emit)
     else:
         dynamic = map(dynamic_sizes, _DYNAMIC)
         for size in dynamic if decoding.drafting == "dynamic" else _WINDOWS:
@@ -186,19 +183,20 @@ def search_trees(
         The measured decodings, each with its row of costs, fastest first.
 
     Raises:
-        UserError: The drafting is not searched, or the images are too few.
+        UserError: The drafting is not searched, or not at this temperature.
     """
     if decoding.drafting not in SEARCHED:
         raise UserError(
             f"--search: the drafts of {decoding.cell_id} are not searched",
             f"Drafts of {', '.join(SEARCHED[:-1])} and {SEARCHED[-1]} are.",
         )
-    candidates = _find_candidates(model, decoding, prompts, seed=seed + 1, emit=emit)
-    if not candidates:
+    if decoding.greedy and decoding.drafting == "static":
         raise UserError(
-            f"--images {len(prompts)}: too few drafts to see how often they are accepted",
-            "Give more images.",
+            "--temperature 0: trees are searched by probabilities of acceptance, and at "
+            "temperature 0 there are none",
+            "Search at temperature 1, or measure trees with --tree.",
         )
+    candidates = _find_candidates(model, decoding, prompts, seed=seed + 1, emit=emit)
     condition = model.condition(prompts[:1])
     forwards = [
         forward_ms(model, condition, nodes, cfg_scale=decoding.cfg_scale, repeats=_FORWARD_REPEATS)
