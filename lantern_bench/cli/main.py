@@ -51,30 +51,19 @@ lantern-bench sweep mine.yaml --model llamagen-t2i-stage1 --prompts captions.txt
 _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 
 app = command_group(name="lantern-bench", pretty_exceptions_enable=False, epilog=_EPILOG)
-app.command(cls=Command, epilog=_EXAMPLES)(sweep)
-app.command("reproduce", cls=Command, help=REPRODUCE_HELP)(sweep)
-for command in (
-    merge,
-    score,
-    show,
-    curves,
-    compare,
-    recommend,
-    report,
-    explore,
-    predict,
-    certify,
-    generate,
-    models,
-    experiments,
-    profile,
-    check_model,
-    check_run,
-    doctor,
-):
-    app.command(cls=Command)(command)
-app.add_typer(train)
-app.add_typer(weights)
+app.command(cls=Command, epilog=_EXAMPLES, rich_help_panel="Run")(sweep)
+app.command("reproduce", cls=Command, help=REPRODUCE_HELP, rich_help_panel="Run")(sweep)
+_COMMANDS = {
+    "Run": (explore, generate, experiments, merge),
+    "Read": (show, curves, report, compare, recommend, predict, score),
+    "Check": (certify, check_model, check_run, doctor, profile),
+    "Models": (models,),
+}
+for title, commands in _COMMANDS.items():
+    for command in commands:
+        app.command(cls=Command, rich_help_panel=title)(command)
+app.add_typer(train, rich_help_panel="Models")
+app.add_typer(weights, rich_help_panel="Models")
 
 
 def _version(is_requested: bool) -> None:
@@ -112,7 +101,7 @@ def _flags(
 
 
 @functools.cache
-def _program(all_flags: bool = False) -> Any:
+def build_program(all_flags: bool = False) -> Any:
     """Build the commands, once per process; with `all_flags`, help shows rare flags too."""
     program: Any = get_command(app)
     commands: list[Any] = []
@@ -169,7 +158,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _command(words: Sequence[str], arguments: Sequence[str]) -> int:
     """Parse and run a command."""
-    program = _program(all_flags="--help-all" in words)
+    program = build_program(all_flags="--help-all" in words)
     typed = ["--help" if word == "--help-all" else word for word in arguments]
     try:
         program(
@@ -201,7 +190,7 @@ def _with_cluster(words: Sequence[str]) -> list[str]:
 
 def _as_typed(message: str, words: Sequence[str]) -> str:
     """Name a flag in a message as an argument (`MODEL`) where the command takes an argument."""
-    command = _program()
+    command = build_program()
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
     for parameter in command.params:

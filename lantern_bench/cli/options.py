@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_origin
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from lantern_bench.cli.console import FORMATS
 from lantern_bench.config.settings import Overrides, Settings, decimal_commas
@@ -208,6 +209,9 @@ def _metavar(parameter: Any, key: str, ctx: Any) -> str:
     return kinds.get(describe(ctx).strip("<>").lower(), key.upper())
 
 
+_WHOLE = 1_000  # characters, more than a first sentence has
+
+
 class Command(TyperCommand):
     """A command whose help shows the options of a sweep in groups, with their values."""
 
@@ -229,10 +233,27 @@ class Command(TyperCommand):
                 formatter.write_dl(records[title])
 
 
+class Group(TyperGroup):
+    """A group whose help shows its commands under the headings of `rich_help_panel`."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands with their first sentences, whole."""
+        records: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for name in self.list_commands(ctx):
+            command: Any = self.commands[name]
+            title = getattr(command, "rich_help_panel", None)
+            title = title if isinstance(title, str) else "Commands"
+            records[title].append((name, command.get_short_help_str(limit=_WHOLE)))
+        for title, lines in records.items():
+            with formatter.section(title):
+                formatter.write_dl(lines)
+
+
 def command_group(**settings: Any) -> typer.Typer:
     """Return a group of commands with plain help, because Rich help cuts messages."""
     return typer.Typer(
         **settings,
+        cls=Group,
         no_args_is_help=True,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},

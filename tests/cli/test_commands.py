@@ -260,7 +260,7 @@ def test_interruption_exits_130(failing, monkeypatch):
 
     failing(KeyboardInterrupt())
     assert cli.main(["show", "x"]) == 130
-    monkeypatch.setattr(cli, "_program", lambda **_: interrupt)  # outside a command
+    monkeypatch.setattr(cli, "build_program", lambda **_: interrupt)  # outside a command
     assert cli.main(["--version"]) == 130
 
 
@@ -393,7 +393,7 @@ def test_version_and_help(capsys):
 def commands() -> dict[tuple[str, ...], Any]:
     """Every command by the words that are typed for it."""
     tree = {}
-    for name, command in cli._program().commands.items():
+    for name, command in cli.build_program().commands.items():
         below = getattr(command, "commands", None)
         tree |= (
             {(name, last): leaf for last, leaf in below.items()} if below else {(name,): command}

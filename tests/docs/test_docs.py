@@ -21,6 +21,8 @@ from lantern_bench.cli.main import main
 from lantern_bench.sweeps.request import Request
 from lantern_bench.utils.files import file_sha256
 from scripts.docs import audit as make_audit
+from scripts.docs import commands as make_commands
+from scripts.docs import experiment_files as make_experiment_files
 from scripts.docs import figures as make_figures
 from scripts.docs import pictures as make_pictures
 from scripts.docs import prediction_tables as make_prediction
@@ -145,7 +147,10 @@ def test_the_navigation_of_the_site_has_every_page_once() -> None:
     assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 
-@pytest.mark.parametrize("script", [make_audit, make_prediction, make_results_format])
+@pytest.mark.parametrize(
+    "script",
+    [make_audit, make_commands, make_experiment_files, make_prediction, make_results_format],
+)
 def test_tables_show_the_schema_and_the_committed_runs(script: ModuleType) -> None:
     page = script.PAGE.read_text(encoding="utf-8")
     assert page == script.render(page), f"run: python -m {script.__name__}"
