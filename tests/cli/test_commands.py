@@ -434,7 +434,7 @@ def test_help_shows_options_in_groups_with_what_their_values_are(capsys):
     for path, command in commands().items():
         assert cli.main([*path, "--help"]) == 0
         shown = capsys.readouterr().out
-        ranges = re.compile(r"results/<name>-<hash>|\d+<=x<=\d+")
+        ranges = re.compile(r"results/(explore-)?<name>-<hash>|\d+<=x<=\d+")
         assert "<" not in ranges.sub("", shown), (path, command)
 
 
