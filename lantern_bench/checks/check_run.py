@@ -165,7 +165,9 @@ def _damage(picture: Path, sha256: str) -> str | None:
 def _plan_of(manifest: Mapping[str, Any]) -> Plan:
     """Return the images that the run's experiment asks for."""
     experiment = load_experiment(manifest["experiment"], defaults_of)
-    prompts = load_prompts(experiment.settings.prompts, model_of(experiment.settings.model[0]))
+    settings = experiment.settings
+    model = model_of(settings.model[0])
+    prompts = load_prompts(settings.prompts, model, column=settings.prompt_column)
     plan = make_plan(experiment, prompts)
     shard = manifest.get("shard")
     return plan if shard is None else plan.shard(Shard(shard["index"], shard["count"]))

@@ -64,7 +64,9 @@ def plan_certification(
     return CertificationPlan(
         model=model.name,
         resolved=resolved,
-        prompts=load_prompts(resolved.settings.prompts, model),
+        prompts=load_prompts(
+            resolved.settings.prompts, model, column=resolved.settings.prompt_column
+        ),
         samples=samples,
         is_thorough=is_thorough,
         has_power=has_power,

@@ -30,7 +30,7 @@ _PARAMETERS = tuple(key for key in PARAMETERS if key != "mode")
 _BLOCKS = ("models", "model_defaults", "cells")
 _LISTS = ("model", "metrics", "batch")
 # Settings that a block of `models` may hold, for experiments that run with one model at a time.
-_SETTINGS_OF_MODEL = ("prompts", "images", "protocol", "reference")
+_SETTINGS_OF_MODEL = ("prompts", "prompt_column", "images", "protocol", "reference")
 
 
 class Stated(NamedTuple):

@@ -61,6 +61,13 @@ class Settings(BaseModel):
         "hundred of them.",
         description="must be the name of a prompt set, or a file",
     )
+    # None: the column with a usual name.
+    prompt_column: str | None = Field(
+        default=None,
+        min_length=1,
+        title="Column or key of the text in the file of prompts. Default: prompt, caption, text.",
+        description="must be the name of a column of the file of prompts",
+    )
     # Images of each cell. They go through the prompts in order, then again with the next repeat.
     # None: every prompt once.
     images: Count | None = Field(

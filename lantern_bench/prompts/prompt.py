@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from lantern_bench.utils.errors import UserError
 
@@ -21,6 +21,8 @@ class Prompt:
 
     text: str
     source: str = field(default="", compare=False)  # its name in the prompt set: coco:391895
+    # What its file says beside the text, such as its id and its category. Values of JSON.
+    metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @cached_property
     def id(self) -> str:

@@ -8,9 +8,11 @@ import hashlib
 import io
 import json
 import re
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from itertools import pairwise, zip_longest
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,11 +29,12 @@ SETS = {
     "parti": "PartiPrompts.tsv",
     "imagenet": "a file with a name a line",
 }
-SUFFIXES = (".csv", ".json", ".jsonl", ".tsv", ".txt")
+SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
 """File types that prompts are read from."""
 
 _IMAGENET_CLASSES = 1000
-_PROMPT_KEYS = ("prompt", "caption")
+# Columns and keys of the text in published sets, in any case.
+_PROMPT_KEYS = ("prompt", "prompts", "caption", "captions", "text", "caption_en")
 _PROBLEMS_SHOWN = 5
 # Control characters steer terminals, end strings in C, and are not allowed in HTML.
 # A byte order mark inside a text is a rest of joined files, which nobody sees.
@@ -53,14 +56,17 @@ class _Source(NamedTuple):
     subset: str  # `100` or `0-100`; empty for all prompts
 
 
-def load_prompts(source: str, model: PromptedModel, flag: str = "--prompts") -> list[Prompt]:
+def load_prompts(
+    source: str, model: PromptedModel, *, flag: str = "--prompts", column: str | None = None
+) -> list[Prompt]:
     """Read prompts.
 
     Args:
-        source: The value of the flag: a set of the model, a published set (`coco:FILE`) or a
-            file, with `#100` for 100 of its prompts.
+        source: The value of the flag: a set of the model, a published set (`coco:FILE`), a file or
+            a folder of .txt files, with `#100` for 100 of its prompts.
         model: The model that is given the prompts.
         flag: The flag, for messages.
+        column: The column or key of the text, by default the one with a usual name.
 
     Raises:
         UserError: The file cannot be read, or the model cannot take a prompt. All problems of a
@@ -69,7 +75,7 @@ def load_prompts(source: str, model: PromptedModel, flag: str = "--prompts") -> 
     flag = f"{flag} {source}"
     parts = _parse(source, model, flag)
     try:
-        located = list(_read(parts, flag, model))
+        located = list(_read(parts, flag, model, column=column))
     except OSError as error:
         raise UserError(f"{flag}: cannot be read: {error}") from error
     if not located:
@@ -89,12 +95,18 @@ def describe_prompts(source: str, model: PromptedModel, prompts: list[Prompt]) -
     """
     path = _parse(source, model, flag="").path
     ids = [prompt.id for prompt in prompts]
+    values: dict[str, set[str]] = {}
+    for prompt in prompts:
+        for name, value in prompt.metadata.items():
+            values.setdefault(name, set()).add(json.dumps(value))
     return {
         "set": source,
-        "file_sha256": file_sha256(path) if path is not None else None,
+        "file_sha256": file_sha256(path) if path is not None and path.is_file() else None,
         "prompts": len(ids),
         "repeated_texts": sum(count > 1 for count in Counter(ids).values()),
         "ids_sha256": hashlib.sha256("\n".join(ids).encode()).hexdigest(),
+        # The number of different values of each column that is kept with the prompts.
+        "metadata": {name: len(different) for name, different in values.items()},
     }
 
 
@@ -111,7 +123,8 @@ def _parse(source: str, model: PromptedModel, flag: str) -> _Source:
     elif not file:
         raise UserError(f"{flag}: needs its file", f"For example {word}:{SETS[word]}")
     path = Path(file)
-    if not path.is_file():
+    is_folder = path.is_dir() and not word
+    if not path.is_file() and not is_folder:
         sets = [*model.prompt_sets, "coco:FILE", "coco-first:FILE", "parti:FILE", "imagenet"]
         hint = did_you_mean(name, [*model.prompt_sets, *SETS])
         missing = f"no such file {path}" if word else f"no such file and no prompt set{hint}"
@@ -124,9 +137,17 @@ def _parse(source: str, model: PromptedModel, flag: str) -> _Source:
     return _Source(word, path, subset)
 
 
-def _read(parts: _Source, flag: str, model: PromptedModel) -> Iterable[_Located]:
+def _read(
+    parts: _Source, flag: str, model: PromptedModel, *, column: str | None
+) -> Iterable[_Located]:
     name = parts.name
     path = parts.path
+    has_columns = path is not None and not path.is_dir() and name in ("", "parti")
+    if column is not None and not has_columns:
+        raise UserError(
+            f"--prompt-column {column}: {flag} has no columns",
+            "Leave it out; it is for .csv, .tsv, .json, .jsonl and .parquet files.",
+        )
     if name in model.prompt_sets:
         texts = enumerate(model.prompt_sets[name], start=1)
         return [_located("prompt", number, text=text, of=name) for number, text in texts]
@@ -136,24 +157,89 @@ def _read(parts: _Source, flag: str, model: PromptedModel) -> Iterable[_Located]
         return _read_coco(path, flag, longest=name == "coco")
     if name == "parti" and path.suffix.lower() != ".tsv":
         raise UserError(f"{flag}: PartiPrompts is a .tsv file", "Rename it to end with .tsv.")
-    return _read_file(path, flag, name=name or path.name)
+    if path.is_dir():
+        return _read_folder(path, flag)
+    return _one_per_item(_read_file(path, flag, name=name or path.name, column=column))
 
 
 def _located(unit: str, number: int, *, text: str, of: str) -> _Located:
     return f"{unit} {number}", Prompt(text.strip(BLANKS), f"{of}:{number}")
 
 
-def _read_file(path: Path, flag: str, *, name: str) -> Iterator[_Located]:
+def _read_file(path: Path, flag: str, *, name: str, column: str | None) -> Iterator[_Located]:
     """Yield the prompts of a file; `name` is the name of its set."""
-    unit = "entry" if path.suffix.lower() == ".json" else "line"
+    unit = "line" if path.suffix.lower() in (".csv", ".jsonl", ".tsv", ".txt") else "entry"
+    keys = _PROMPT_KEYS if column is None else (column.strip().lower(),)
     for number, row in read_rows(path, flag):
         location = f"{flag} {unit} {number}"
-        text = row if isinstance(row, str) else text_under(row, _PROMPT_KEYS, location)
+        is_text = isinstance(row, str) and column is None
+        text = row if is_text else text_under(row, keys, location)
         if text is None:
-            keys = " or ".join(_PROMPT_KEYS)
-            problem = f"{location}: has no text under {keys}"
-            raise lacks_keys(row, problem, f"Name the column or key {keys}.")
-        yield _located(unit, number, text=text, of=name)
+            raise lacks_keys(
+                row,
+                f"{location}: has no text under {' or '.join(keys)}",
+                "Rename the column or key of the text to prompt; or name it with the flag "
+                "--prompt-column of a sweep.",
+            )
+        place, prompt = _located(unit, number, text=text, of=name)
+        beside = {} if is_text else _beside_text(row, keys, location)
+        yield place, replace(prompt, metadata=beside)
+
+
+def _beside_text(row: Mapping[str, Any], keys: Sequence[str], location: str) -> dict[str, Any]:
+    """Return what a row holds beside its text, which the records of its images keep."""
+    metadata = {}
+    for name, value in row.items():
+        is_text = isinstance(value, str) and name.lower() in keys
+        if is_text or not name or value in ("", None):
+            continue
+        metadata[name] = value
+        try:
+            json.dumps([name, value], ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(
+                f"{location}: {name!r} cannot be kept as JSON: {error}",
+                "Remove this column, or write its values as text.",
+            ) from error
+    return metadata
+
+
+def _one_per_item(located: Iterable[_Located]) -> Iterator[_Located]:
+    """Join the rows of an item: the table of DPG-Bench has a row for each question of an item.
+
+    Columns that differ between these rows describe the questions, and are left out.
+    """
+    for (item, _), rows in groupby(located, key=_item_and_text):
+        first, *others = rows
+        if item is None:
+            yield from (first, *others)
+            continue
+        location, prompt = first
+        shared = dict(prompt.metadata)
+        for _, other in others:
+            shared = {
+                name: value for name, value in shared.items() if other.metadata.get(name) == value
+            }
+        yield location, replace(prompt, metadata=shared)
+
+
+def _item_and_text(located: _Located) -> tuple[str | None, str]:
+    prompt = located[1]
+    return prompt.metadata.get("item_id"), prompt.text
+
+
+def _read_folder(folder: Path, flag: str) -> Iterator[_Located]:
+    """Yield the prompts of a folder of .txt files, one prompt each, as DPG-Bench has them."""
+    files = sorted(file for file in folder.iterdir() if not file.name.startswith("."))
+    advice = "A folder of prompts has .txt files alone, each with one prompt. Or give one file."
+    for file in files:
+        if file.suffix.lower() != ".txt" or not file.is_file():
+            raise UserError(f"{flag}: {file.name} in this folder is no .txt file", advice)
+        text = read_text(file, f"{flag} {file.name}").strip(BLANKS)
+        if "\n" in text:
+            count = text.count("\n") + 1
+            raise UserError(f"{flag}: {file.name} has {count} lines, not one prompt", advice)
+        yield file.name, Prompt(text, f"{folder.name}:{file.stem}", {"id": file.stem})
 
 
 def _read_coco(path: Path, flag: str, *, longest: bool) -> Iterator[_Located]:
@@ -232,13 +318,16 @@ def _hash_of(prompt: Prompt) -> bytes:
 def read_rows(path: Path, flag: str) -> Iterator[tuple[int, Any]]:
     """Yield the rows of a file with their numbers, from 1.
 
-    A row is a line of .txt, a dict of .csv and .tsv, or any JSON value of .json and .jsonl. Empty
-    lines are skipped. `flag` is the flag with its value, for messages.
+    A row is a line of .txt, a dict of .csv, .tsv and .parquet, or any JSON value of .json and
+    .jsonl. Empty lines are skipped. `flag` is the flag with its value, for messages.
     """
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         advice = f"Give a file that ends with {', '.join(SUFFIXES)}."
         raise UserError(f"{flag}: unknown file type", advice)
+    if suffix == ".parquet":
+        yield from enumerate(_read_parquet(path, flag), start=1)
+        return
     text = read_text(path, flag)
     if suffix in (".csv", ".tsv"):
         fields = _csv_fields(text, flag) if suffix == ".csv" else _tsv_fields(text, flag)
@@ -247,15 +336,38 @@ def read_rows(path: Path, flag: str) -> Iterator[tuple[int, Any]]:
     _refuse_other_type(text, suffix, flag)
     if suffix == ".json":
         rows = _parse_json(text, flag)
+        if isinstance(rows, dict) and all(isinstance(row, dict) for row in rows.values()):
+            rows = [{"id": name, **row} for name, row in rows.items()]
         if not isinstance(rows, list):
-            advice = "Write coco:FILE for MS-COCO annotations."
-            raise lacks_keys(rows, f"{flag}: must be a JSON list of prompts", advice)
+            problem = f"{flag}: must be a JSON list of prompts, or an object of ids with objects"
+            raise lacks_keys(rows, problem, "Write coco:FILE for MS-COCO annotations.")
         yield from enumerate(rows, start=1)
         return
     # Other characters that end a line elsewhere, such as U+2028, are part of a prompt here.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip(BLANKS):
             yield number, line if suffix == ".txt" else _parse_json(line, f"{flag} line {number}")
+
+
+def _read_parquet(path: Path, flag: str) -> list[dict[str, Any]]:
+    """Return the rows of a Parquet file, with values of Python."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        convert = f"import pandas; pandas.read_parquet({str(path)!r})"
+        convert += ".to_json('NEW.jsonl', orient='records', lines=True)"
+        raise UserError(
+            f"{flag}: reading Parquet needs pyarrow, which is not installed",
+            f'pip install "lantern-bench[parquet]"; or convert it where pyarrow is: '
+            f"python -c {shlex.quote(convert)}",
+        ) from error
+    try:
+        rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+    except ArrowException as error:
+        raise UserError(
+            f"{flag}: not Parquet, or damaged: {error}", "Download it again."
+        ) from error
+    return rows
 
 
 def _refuse_other_type(text: str, suffix: str, flag: str) -> None:
@@ -347,6 +459,7 @@ def _table_rows(rows: Iterable[_Fields], flag: str) -> Iterator[tuple[int, dict[
         location = f"{flag} line {number}"
         if not columns:
             columns = [field.strip().lower() for field in fields]
+            _refuse_other_separator(columns, location)
             twice = [name for name in columns if name and columns.count(name) > 1]
             if twice:
                 raise UserError(f"{location}: the column {twice[0]} stands twice", "Rename one.")
@@ -360,6 +473,21 @@ def _table_rows(rows: Iterable[_Fields], flag: str) -> Iterator[tuple[int, dict[
         yield number, dict(zip_longest(columns, fields, fillvalue=""))
 
 
+def _refuse_other_separator(columns: Sequence[str], location: str) -> None:
+    """Raise `UserError` for one column whose name has a separator, as Excel writes `id;prompt`."""
+    found = re.search(r"[;,|\t]", columns[0])
+    if len(columns) > 1 or found is None:
+        return
+    separator = repr(found[0])
+    convert = f"import csv, sys; rows = csv.reader(sys.stdin, delimiter={separator}); "
+    convert += "csv.writer(sys.stdout).writerows(rows)"
+    raise UserError(
+        f"{location}: {columns[0][:60]!r} has columns separated by {separator}, where .csv has "
+        "commas and .tsv tabs",
+        f'Convert it: python -c "{convert}" < FILE > NEW.csv',
+    )
+
+
 def _parse_json(text: str, location: str) -> Any:
     """Return the value of a JSON text; raises `UserError` that begins with `location`."""
     try:
@@ -370,11 +498,11 @@ def _parse_json(text: str, location: str) -> Any:
 
 
 def text_under(row: Any, keys: tuple[str, ...], location: str) -> str | None:
-    """Return the text of a row under one of the keys, None if there is none.
+    """Return the text of a row under one of the keys in any case, None if there is none.
 
     Args:
         row: The row.
-        keys: The keys that mean the same.
+        keys: The keys that mean the same, in lower case.
         location: Where the row is, for the message.
 
     Raises:
@@ -382,13 +510,17 @@ def text_under(row: Any, keys: tuple[str, ...], location: str) -> str | None:
     """
     if not isinstance(row, dict):
         return None
-    texts = {key: row[key] for key in keys if isinstance(row.get(key), str)}
+    texts = {
+        name: value
+        for name, value in row.items()
+        if name.lower() in keys and isinstance(value, str)
+    }
     # An empty field of a table says nothing.
     filled = {text for text in texts.values() if text.strip(BLANKS)}
     if len(filled) > 1:
         raise UserError(
             f"{location}: has different texts under {listed(list(texts))}",
-            "Remove or rename all but one of them.",
+            "Remove or rename all but one of them; or give a sweep --prompt-column.",
         )
     return next(iter([*filled, *texts.values()]), None)
 
@@ -399,22 +531,13 @@ def lacks_keys(row: Any, problem: str, advice: str) -> UserError:
     Args:
         row: The row.
         problem: The beginning of the message.
-        advice: What to do, unless the columns have another separator than the file type.
+        advice: What to do.
     """
     if not isinstance(row, dict):
         shown = "a list" if isinstance(row, list) else repr(row)[:60]
         return UserError(f"{problem}; it is {shown}", advice)
     names = [repr(key)[:60] for key in list(row)[:8]]
-    found = f"{problem}; it has {', '.join(names) or 'no key'}"
-    separator = re.search(r"[;,|]|\\t", names[0]) if len(names) == 1 else None
-    if separator is None:
-        return UserError(found, advice)
-    convert = f"import csv, sys; rows = csv.reader(sys.stdin, delimiter='{separator[0]}'); "
-    convert += "csv.writer(sys.stdout).writerows(rows)"
-    return UserError(
-        f"{found}: columns separated by '{separator[0]}', where .csv has commas and .tsv tabs",
-        f'Convert it: python -c "{convert}" < FILE > NEW.csv',
-    )
+    return UserError(f"{problem}; it has {', '.join(names) or 'no key'}", advice)
 
 
 def check_texts(

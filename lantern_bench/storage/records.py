@@ -31,7 +31,13 @@ _CLOSE = b'"}\n'
 _END = len(_CHECKSUM) + 16 + len(_CLOSE)
 
 # Python type and pandas dtype of a column, by its type in the schema; others are lists, objects
-_PYTHON_TYPES: dict[str, Any] = {"string": str, "int": int, "float": float, "bool": bool}
+_PYTHON_TYPES: dict[str, Any] = {
+    "string": str,
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "object": dict,
+}
 _DTYPES = {"int": "Int64", "float": "float64", "bool": "boolean"}
 
 # columns that every row of a table must have
@@ -256,6 +262,7 @@ _FLAGS = {
     "batch": "--batch {}",
     "seed": "--seed {}",
     "prompts": "--prompts {}",
+    "prompt_column": "--prompt-column {}",
     "threads": "--threads {}",
     "device_type": "--device {}",
     "compile": "--set compile={}",
@@ -266,7 +273,7 @@ _CALLED = {
     "rules": "code of the rule",
     "draftings": "code of the drafting",
 }
-_EXPERIMENT_KEYS = ("model", "prompts", "seed", "batch", "model_defaults", "cells")
+_EXPERIMENT_KEYS = ("model", "prompts", "prompt_column", "seed", "batch", "model_defaults", "cells")
 _SHOWN = 300  # characters of a value that an error message shows
 
 

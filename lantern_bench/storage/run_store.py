@@ -141,6 +141,7 @@ class RunStore(AbstractContextManager["RunStore"]):
             "prompt_id": task.prompt.id,
             "prompt": task.prompt.text,
             "prompt_source": task.prompt.source or None,
+            "prompt_metadata": dict(task.prompt.metadata) or None,
             "repeat": task.repeat,
             "seed": task.seed,
             "order_index": task.order_index,

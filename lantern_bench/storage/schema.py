@@ -46,7 +46,7 @@ class Column(NamedTuple):
     """One column of a table."""
 
     name: str
-    dtype: str  # string, int, float, bool, list[int], list[list[int]] or list[float]
+    dtype: str  # string, int, float, bool, object, list[int], list[list[int]] or list[float]
     unit: str
     meaning: str
 

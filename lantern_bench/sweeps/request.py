@@ -73,6 +73,9 @@ class Request:
         repeated = described["repeated_texts"]
         if repeated:
             text += f"; {repeated:,} texts occur more than once, each time with its own seed"
+        kept = [f"{name} ({count:,} values)" for name, count in described["metadata"].items()]
+        if kept:
+            text += f"; kept with each: {', '.join(kept)}"
         return text
 
 
@@ -132,7 +135,10 @@ def prepare(  # noqa: PLR0913  # one keyword for each flag of a sweep
     # 2. The prompts: each model checks them, and all models get the same.
     lacking = _lacking(resolved, models, protocol, with_models=ray is None)
     try:
-        of_models = [load_prompts(settings.prompts, model) for model in models.values()]
+        of_models = [
+            load_prompts(settings.prompts, model, column=settings.prompt_column)
+            for model in models.values()
+        ]
     except UserError as error:
         raise joined([*lacking, error]) from error
     prompts = of_models[0]

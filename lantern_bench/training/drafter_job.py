@@ -213,7 +213,7 @@ def _read_data(flags: DrafterFlags, model: Model) -> Data:
             f"{flag}: needs pictures, and --data {source} is not a folder", "Leave it out."
         )
     else:
-        prompts = load_prompts(source, model, "--data")
+        prompts = load_prompts(source, model, flag="--data")
         count = flags.images or len(prompts)
         data = Data(
             [prompts[number % len(prompts)].text for number in range(count)],
@@ -308,7 +308,7 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
     prompts: list[str] = []
     if flags.eval_prompts is not None:
         prompts = [
-            prompt.text for prompt in load_prompts(flags.eval_prompts, model, "--eval-prompts")
+            prompt.text for prompt in load_prompts(flags.eval_prompts, model, flag="--eval-prompts")
         ]
     out = flags.out or drafters / Path(model.name).stem
     return DrafterJob(

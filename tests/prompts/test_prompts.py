@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -215,7 +216,8 @@ def test_files_of_all_kinds(tmp_path, column):
         ("a.txt", b"one\ntwo \x93lanterns\x94\n", "line 2: byte 0x93 is not UTF-8; Windows"),
         ("a.txt", b"one red lantern\none bad lantern\n", "line 2: 'one bad lantern' is bad"),
         ("a.txt", b"bad\n" * 7, "7 prompts cannot be used"),
-        ("a.csv", b"id,text\n1,one\n", "line 2: has no text under prompt or caption"),
+        ("a.csv", b"id,words\n1,one\n", "line 2: has no text under prompt or prompts or c"),
+        ("a.csv", b"id,words\n1,one\n", "or caption_en; it has 'id', 'words'"),
         ("a.jsonl", b'{"prompt": "one"}\n{oops\n', "line 2: not JSON"),
         ("a.jsonl", b'{"prompt": 3}\n', "line 1: has no text"),
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt": ""}\n', "line 2: is empty"),
@@ -225,7 +227,9 @@ def test_files_of_all_kinds(tmp_path, column):
             "line 1: not JSON: prompt stands",
         ),
         ("a.jsonl", b'{"prompt": "a", "caption": "b"}\n', "different texts under prompt and c"),
-        ("a.jsonl", b'{"Prompt": "a", "id": 3}\n', "prompt or caption; it has 'Prompt', 'id'"),
+        ("a.jsonl", b'{"Prompt": "a", "PROMPT": "b"}\n', "different texts under Prompt and PROM"),
+        ("a.jsonl", b'{"prompt": "a", "size": NaN}\n', "line 1: 'size' cannot be kept as JSON"),
+        ("a.jsonl", b'{"prompt": "a", "by": "\\ud800"}\n', "line 1: 'by' cannot be kept as JSON"),
         ("a.csv", b"id,prompt\n1,a\n2,\n", "line 3: is empty"),
         ("a.csv", b"prompt,prompt\na,b\n", "line 1: the column prompt stands twice"),
         ("a.csv", b"prompt\nred, tall lantern\n", "line 2: has more fields"),
@@ -233,8 +237,10 @@ def test_files_of_all_kinds(tmp_path, column):
         ("a.csv", b"note,prompt\nred, tall lantern\n", "line 2: the comma in 'red, tall lantern'"),
         ("a.csv", b'prompt\nok\n"never closed\nother\n', "line 3: not CSV: unexpected end"),
         ("a.csv", b'prompt\n"a" lantern\n', "line 2: not CSV"),
-        ("a.csv", b"id;prompt\n1;a\n", "it has 'id;prompt': columns separated by ';'"),
-        ("a.tsv", b"id,prompt\n1,a\n", "it has 'id,prompt': columns separated by ','"),
+        ("a.csv", b"id;prompt\n1;a\n", "'id;prompt' has columns separated by ';'"),
+        ("a.csv", b"prompt;id\na, b;1\n", "line 1: 'prompt;id' has columns separated by ';'"),
+        ("a.csv", b"id\tprompt\n1\ta\n", "has columns separated by '\\t', where .csv has commas"),
+        ("a.tsv", b"id,prompt\n1,a\n", "'id,prompt' has columns separated by ','"),
         ("a.tsv", b'prompt\tid\n"a ""sign"""\t1\n', 'line 2: \'"a ""sign"""\' is quoted as in CSV'),
         ("a.txt", b"ok\na\x0bb\n", "line 2: contains the control character '\\x0b'"),
         ("a.txt", b"ok\n\x0c\n", "line 2: contains the control character '\\x0c'"),
@@ -243,7 +249,7 @@ def test_files_of_all_kinds(tmp_path, column):
         ("a.txt", "ok\n\ufeffa\n".encode(), "line 2: contains the control character '\\ufeff'"),
         ("a.jsonl", '{"prompt": "ok"}\n{"prompt": "a\x85b"}\n'.encode(), "line 2: contains the co"),
         ("a.jsonl", b"[1]\n", "line 1: begins as a .json file"),
-        ("a.parquet", b"", "unknown file type"),
+        ("a.xlsx", b"", "unknown file type"),
         ("a.json", b'{"annotations": []}', "must be a JSON list"),
         ("a.json", b'{"a": 1}', "must be a JSON list"),
         ("a.json", b'["a", 3]', "entry 2: has no text"),
@@ -268,7 +274,7 @@ def test_files_of_all_kinds(tmp_path, column):
         ),
         ("coco:a", b'{"annotations": [{"image_id": 7, "caption": " "}]}', "image 7: is empty"),
         ("parti:a.txt", b"Prompt\tNote\na\tb\n", "PartiPrompts is a .tsv file"),
-        ("parti:a.tsv", b"Text\tNote\na\tb\n", "line 2: has no text under prompt or caption"),
+        ("parti:a.tsv", b"Words\tNote\na\tb\n", "line 2: has no text under prompt or prompts"),
         ("parti:a.tsv", b"Prompt\tNote\na\tb\nc\td\te\n", "line 3: has more fields"),
         ("imagenet:a.json", b'["a"]', "names 1 classes"),
         ("imagenet:a.json", b'["a", 3]', "names 1 classes, must name 1000"),
@@ -340,3 +346,167 @@ def test_texts_that_occur_twice_are_kept(tmp_path):
     assert texts(f"{path}#0-3") == ["one", "two", "one"]
     assert set(texts(f"{path}#2")) <= set(texts(f"{path}#3"))
     assert sorted(texts(f"{path}#4")) == ["one", "one", "three", "two"]
+
+
+# ---- Sets as they are published, in miniature: the file, its metadata and the texts that are read
+
+GENEVAL = """\
+{"tag": "single_object", "include": [{"class": "cup", "count": 1}], "prompt": "a photo of a cup"}
+{"tag": "counting", "include": [{"class": "cup", "count": 2}], "exclude": [], "prompt": "two cups"}
+"""
+DPG_TABLE = """\
+item_id,text,keywords,proposition_id,dependency,category_broad,tuple,question_natural_language
+3,"a cup, blue",k,1,0,entity,entity - whole (cup),Is there a cup?
+3,"a cup, blue",k,2,1,attribute,"attribute - color (cup, blue)",Is the cup blue?
+7,two cups,,1,0,entity,entity - whole (cups),Are there cups?
+"""
+MJHQ = """\
+{"01a": {"category": "food", "prompt": "a cup"}, "02b": {"category": "art", "prompt": "two cups"}}
+"""
+PUBLISHED: dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]] = {
+    "DrawBench.csv": (
+        'Prompts,Category\nA red cup.,Colors\n"Two cups, blue",Counting\n',
+        [
+            ("A red cup.", {"category": "Colors"}),
+            ("Two cups, blue", {"category": "Counting"}),
+        ],
+    ),
+    "meta_data.json": (
+        MJHQ,
+        [
+            ("a cup", {"id": "01a", "category": "food"}),
+            ("two cups", {"id": "02b", "category": "art"}),
+        ],
+    ),
+    "dpg_bench.csv": (
+        DPG_TABLE,
+        [
+            ("a cup, blue", {"item_id": "3", "keywords": "k"}),
+            (
+                "two cups",
+                {
+                    "item_id": "7",
+                    "proposition_id": "1",
+                    "dependency": "0",
+                    "category_broad": "entity",
+                    "tuple": "entity - whole (cups)",
+                    "question_natural_language": "Are there cups?",
+                },
+            ),
+        ],
+    ),
+    "evaluation_metadata.jsonl": (
+        GENEVAL,
+        [
+            (
+                "a photo of a cup",
+                {"tag": "single_object", "include": [{"class": "cup", "count": 1}]},
+            ),
+            (
+                "two cups",
+                {"tag": "counting", "include": [{"class": "cup", "count": 2}], "exclude": []},
+            ),
+        ],
+    ),
+    "PartiPrompts.tsv": (
+        "Prompt\tCategory\tChallenge\tNote\na cup\tArtifacts\tBasic\t\ntwo cups\tFood\n",
+        [
+            ("a cup", {"category": "Artifacts", "challenge": "Basic"}),
+            ("two cups", {"category": "Food"}),
+        ],
+    ),
+    "anime.json": ('["a cup", "two cups"]', [("a cup", {}), ("two cups", {})]),
+    "color_val.txt": ("a red cup\ntwo cups\n", [("a red cup", {}), ("two cups", {})]),
+    "captions.jsonl": (
+        '{"caption_en": "a cup", "url": "u"}\n{"Text": "two cups"}\n',
+        [("a cup", {"url": "u"}), ("two cups", {})],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_file_is_read_with_all_that_it_says(tmp_path, name):
+    content, wanted = PUBLISHED[name]
+    (tmp_path / name).write_text(content)
+    prompts = load(tmp_path / name)
+    assert [(prompt.text, prompt.metadata) for prompt in prompts] == wanted
+
+
+def test_the_number_of_categories_is_described(tmp_path):
+    (tmp_path / "a.jsonl").write_text(GENEVAL)
+    facts = describe_prompts(str(tmp_path / "a.jsonl"), Anything(), load(tmp_path / "a.jsonl"))
+    assert facts["metadata"] == {"tag": 2, "include": 2, "exclude": 1}
+
+
+def test_a_folder_has_a_prompt_in_each_file(tmp_path):
+    folder = tmp_path / "prompts"
+    folder.mkdir()
+    (folder / "partiprompts2.txt").write_text("two cups\n")
+    (folder / "10.txt").write_text("\ufeffa cup, blue")
+    (folder / ".hidden").write_text("")
+    prompts = load(folder)
+    assert [(prompt.text, prompt.source, prompt.metadata) for prompt in prompts] == [
+        ("a cup, blue", "prompts:10", {"id": "10"}),
+        ("two cups", "prompts:partiprompts2", {"id": "partiprompts2"}),
+    ]
+    assert texts(f"{folder}#0-1") == ["a cup, blue"]
+    assert describe_prompts(str(folder), Anything(), prompts)["file_sha256"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "wrong"),
+    [
+        ("a.txt", "one\ntwo\n", "a.txt has 2 lines, not one prompt"),
+        ("a.txt", " \n", "a.txt: is empty"),
+        ("a.png", "", "a.png in this folder is no .txt file"),
+        (".a.txt", "one", "contains no prompt"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused(tmp_path, name, content, wrong):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=wrong):
+        load(tmp_path)
+
+
+def test_a_column_may_be_named(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("Prompt,Long\nshort,a long one\n")
+    (prompt,) = load_prompts(str(path), Anything(), column="long")
+    assert (prompt.text, prompt.metadata) == ("a long one", {"prompt": "short"})
+    with pytest.raises(UserError, match="no text under other; it has 'prompt', 'long'"):
+        load_prompts(str(path), Anything(), column="other")
+    for source in ("held-out", "imagenet", str(tmp_path)):
+        with pytest.raises(UserError, match=r"--prompt-column long: .* has no columns"):
+            load_prompts(source, Anything(), column="long")
+    (tmp_path / "a.txt").write_text("one\n")
+    with pytest.raises(UserError, match="it is 'one'"):
+        load_prompts(str(tmp_path / "a.txt"), Anything(), column="long")
+
+
+def test_parquet_needs_its_reader(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match="needs pyarrow") as caught:
+        path = tmp_path / "a b.parquet"
+        path.write_bytes(b"PAR1")
+        load(path)
+    assert 'pip install "lantern-bench[parquet]"' in str(caught.value.advice)
+    assert "a b.parquet" in str(caught.value.advice)
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": ["one", "two"], "tags": [["a"], None], "n": [1, 2]})
+    parquet.write_table(table, path)
+    assert [(prompt.text, prompt.metadata) for prompt in load(path)] == [
+        ("one", {"tags": ["a"], "n": 1}),
+        ("two", {"n": 2}),
+    ]
+    parquet.write_table(pyarrow.table({"text": ["one"], "picture": [b"x"]}), path)
+    with pytest.raises(UserError, match="entry 1: 'picture' cannot be kept as JSON"):
+        load(path)
+    path.write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="not Parquet, or damaged"):
+        load(path)

@@ -30,7 +30,7 @@ from lantern_bench.config.experiment import load_experiment, shipped_experiments
 from lantern_bench.config.settings import Settings
 from lantern_bench.methods.catalog import MODES, PARAMETERS, RULES, has_parameter
 from lantern_bench.models.model_file import read_model_file
-from lantern_bench.prompts.sets import BLANKS, SUFFIXES, load_prompts
+from lantern_bench.prompts.sets import BLANKS, load_prompts
 from lantern_bench.storage.run_directory import done_images, read_records, read_scores
 from lantern_bench.storage.schema import columns
 from lantern_bench.utils.errors import LanternError
@@ -166,7 +166,7 @@ COCO = b"""{"annotations": [
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("suffix", [*SUFFIXES, "coco"])
+@pytest.mark.parametrize("suffix", [*PROMPTS, "coco"])
 def test_prompt_files(suffix: str, count: int, tmp_path: Path) -> None:
     path = tmp_path / ("annotations.json" if suffix == "coco" else f"prompts{suffix}")
     source = f"coco:{path}" if suffix == "coco" else str(path)
