@@ -27,6 +27,9 @@ def explore(
     max_distance: Annotated[
         float, typer.Option(min=0.0, help="Largest distance of the settings that are shown.")
     ] = 0.02,
+    verify: Annotated[
+        int, typer.Option(min=0, help="Sweep this many of the best settings as well.")
+    ] = 3,
     out: Annotated[
         Path | None, typer.Option(help="Folder. Default: results/explore-<name>-<hash>.")
     ] = None,
@@ -49,6 +52,12 @@ def explore(
         "surface",
         title=f"{len(table)} settings; the fastest with a distance of at most {max_distance:g}, "
         "and the fastest lossless one",
-        notes=["Predicted, not measured: sweep the settings that you quote."],
+        notes=["Predicted, not measured. Quote figures of a sweep only."],
     )
+    if verify:
+        with console.events() as emit:
+            verified = exploration.verify_best(request, table, max_distance, verify, emit=emit)
+        console.table(
+            verified, "verified", title=f"measured by a sweep: {request.folder / 'verified'}"
+        )
     console.say(f"all settings: {request.folder / exploration.SURFACE}")

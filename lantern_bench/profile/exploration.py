@@ -34,9 +34,11 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile.shadow_walk import WalkSums, feature_names, strict_of, walk_images
 from lantern_bench.profile.step_costs import step_costs
 from lantern_bench.report.charts import is_dominated
+from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.schema import ENDS, Row, frame, write_csv
 from lantern_bench.sweeps.choose_threads import choose_threads
 from lantern_bench.sweeps.request import Request, prepare
+from lantern_bench.sweeps.run import run
 from lantern_bench.utils.errors import UserError, joined
 from lantern_bench.utils.files import check_writable, write_file
 from lantern_bench.utils.progress import Emit, ProgressEvent
@@ -66,6 +68,8 @@ def check_predictable(cells: Iterable[Cell]) -> None:
             reason = "temperature 0 draws no token, so nothing has a probability of acceptance"
         elif decoding.drafting not in PREDICTABLE:
             reason = f"drafts of {decoding.drafting} depend on what the setting accepted before"
+        elif cell.batch > 1:
+            reason = "steps are measured with one image at a time, so give --batch 1"
         else:
             continue
         refused.setdefault(reason, []).append(cell.cell_id)
@@ -82,7 +86,8 @@ def explore_request(
 ) -> Request:
     """Check an exploration and return it as the request of a sweep, with its own folder.
 
-    Nothing is loaded.
+    Nothing is loaded. The strict rule is added for each tree, because every other rule is compared
+    with it.
 
     Args:
         source: The experiment, as in `prepare`.
@@ -100,13 +105,15 @@ def explore_request(
         raise joined(request.lacking)
     folder = out or request.folder.with_name(f"explore-{request.experiment.run_name}")
     check_writable(folder)
-    return replace(request, folder=folder)
+    drafting = [cell for cell in request.experiment.cells if cell.decoding.drafts]
+    strict = [replace(cell, decoding=strict_of(cell.decoding)) for cell in drafting]
+    cells = {(cell.model, cell.decoding): cell for cell in [*strict, *drafting]}
+    experiment = replace(request.experiment, cells=tuple(cells.values()))
+    return replace(request, experiment=experiment, folder=folder)
 
 
 def explore(request: Request, emit: Emit) -> pd.DataFrame:
     """Predict every cell, and write and return the table `surface`.
-
-    The strict rule is added for each tree, because every other rule is compared with it.
 
     Args:
         request: A request of `explore_request`. Parts of walks that its folder has are read.
@@ -119,17 +126,12 @@ def explore(request: Request, emit: Emit) -> pd.DataFrame:
     experiment = request.experiment
     set_threads(experiment.settings.threads)
     compute = choose_compute(experiment.settings.device, experiment.settings.dtype, fast=True)
-    first = request.plan.cells[0]
-    images = [task for task in request.plan.tasks if task.cell == first]
+    images = _images(request)
     rows: list[Row] = []
     for name, model in load_models(experiment, compute, emit).items():
         for done, total in model.prepare([task.prompt.text for task in images]):
             emit(ProgressEvent(f"captions for {name}", done, total))
-        drafting = [
-            cell for cell in experiment.cells if cell.model == name and cell.decoding.drafts
-        ]
-        strict = [replace(cell, decoding=strict_of(cell.decoding)) for cell in drafting]
-        cells = {cell.decoding: cell for cell in [*strict, *drafting]}
+        cells = {cell.decoding: cell for cell in experiment.cells if cell.model == name}
 
         # 1. Walk, uncompiled.
         figures = _predicted(model, list(cells), images, folder=request.folder, emit=emit)
@@ -148,6 +150,12 @@ def explore(request: Request, emit: Emit) -> pd.DataFrame:
     table = with_fronts(frame("surface", rows))
     write_csv(table, request.folder / SURFACE)
     return table
+
+
+def _images(request: Request) -> list[ImageTask]:
+    """Return the images of one cell; all cells have the same prompts and seeds."""
+    first = request.plan.cells[0]
+    return [task for task in request.plan.tasks if task.cell == first]
 
 
 def _predicted(
@@ -381,3 +389,61 @@ def best_settings(table: pd.DataFrame, max_distance: float, count: int) -> pd.Da
     within = ordered[is_near].groupby("model", sort=False).head(count)
     lossless = ordered[ordered["output"] == LOSSLESS].groupby("model", sort=False).head(1)
     return pd.concat([within, lossless]).drop_duplicates("cell_id").reset_index(drop=True)
+
+
+# ---- Measured beside predicted
+
+
+def verify_best(
+    request: Request, table: pd.DataFrame, max_distance: float, count: int, *, emit: Emit
+) -> pd.DataFrame:
+    """Sweep the best settings, and write and return the table `verified`.
+
+    Each relaxed setting is also walked along, to predict the length of the strict rule from the
+    images of the setting. If settings hardly change what is drafted, it is that of the strict walk.
+
+    Args:
+        request: A request of `explore_request`.
+        table: The table `surface` of the request.
+        max_distance: As in `best_settings`.
+        count: As in `best_settings`.
+        emit: Receives the progress of the walks and of the sweep.
+    """
+    predicted = best_settings(table, max_distance, count)
+    chosen = [
+        cell for cell in request.experiment.cells if cell.cell_id in set(predicted["cell_id"])
+    ]
+    experiment = replace(request.experiment, cells=tuple(chosen))
+    source = experiment.to_dict() | {"metrics": ["speed", "distance"]}
+    sweep = prepare(source, Overrides(), out=request.folder / "verified")
+    measured = run(sweep, emit)["summary"].set_index("cell_id")
+
+    images = _images(request)
+    models = load_models(
+        experiment, choose_compute(experiment.settings.device, experiment.settings.dtype, fast=True)
+    )
+    rows = []
+    for row in rows_of(predicted):
+        name = row["cell_id"]
+        cell = next(cell for cell in chosen if cell.cell_id == name)
+        found: Row = {"cell_id": name, "model": row["model"], "images": len(images)}
+        for end in ENDS:
+            found[f"predicted_speedup{end}"] = row[f"predicted_speedup{end}"]
+            found[f"predicted_length{end}"] = row[f"mean_accepted_length{end}"]
+            found[f"predicted_distance{end}"] = row[f"distance{end}"]
+            for figure in ("speedup", "mean_accepted_length", "distance"):
+                found[figure + end] = measured.at[name, figure + end]
+        strict = strict_of(cell.decoding)
+        sums = walked(
+            models[cell.model],
+            [strict],
+            images,
+            folder=request.folder,
+            emit=emit,
+            follow=cell.decoding,
+        )
+        found["strict_length"] = sums.reach.sum() / sums.steps.sum()
+        rows.append(found)
+    verified = frame("verified", rows)
+    write_csv(verified, request.folder / "verified.csv")
+    return verified

@@ -43,7 +43,7 @@ def surface(folder: str) -> pd.DataFrame:
 def test_every_cell_is_predicted_beside_the_strict_rule_on_its_tree(
     grid: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["explore", str(grid), "--out", "out", "--images", "5"]) == 0
+    assert cli.main(["explore", str(grid), "--out", "out", "--images", "5", "--verify", "0"]) == 0
     table = surface("out")
     assert set(table["tree"]) == {"chain-3", "chain-4", "small-7", "6n2d2b"}
     # 11 cells, and the strict rule on small-7, on the dynamic tree and at the other temperature
@@ -68,7 +68,18 @@ def test_every_cell_is_predicted_beside_the_strict_rule_on_its_tree(
 
 def test_a_finished_walk_is_not_walked_again(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exploration, "_TOGETHER", 2)
-    command = ["explore", str(grid), "--out", "out", "--modes", "lantern", "--images", "4"]
+    command = [
+        "explore",
+        str(grid),
+        "--out",
+        "out",
+        "--modes",
+        "lantern",
+        "--images",
+        "4",
+        "--verify",
+        "0",
+    ]
     assert cli.main(command) == 0
     whole = surface("out")
     parts = sorted(Path("out/walks").iterdir())
@@ -101,6 +112,28 @@ def test_images_decoded_together_do_not_change_the_figures(
     pd.testing.assert_frame_equal(*tables, rtol=1e-4)
 
 
+def test_the_best_settings_are_swept_beside_their_predictions(
+    grid: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = ["--max-distance", "1", "--verify", "20", "--images", "6", "--modes", "lantern"]
+    assert cli.main(["explore", str(grid), "--out", "out", *typed]) == 0
+    table = pd.read_csv("out/verified.csv").set_index("cell_id")
+    assert len(table) == len(surface("out")) == 8  # five relaxed settings and three strict ones
+    swept = lantern_bench.load_run("out/verified")
+    assert set(swept.cells) == {"ar-t1", *table.index}
+    measured = swept.speed.set_index("cell_id")
+    for cell_id, row in table.iterrows():
+        assert row["mean_accepted_length"] == pytest.approx(
+            measured.at[cell_id, "mean_accepted_length"], rel=1e-4
+        )
+        assert row["predicted_length"] == pytest.approx(row["mean_accepted_length"], rel=0.3)
+        assert row["strict_length"] > 1
+        # Along images of the strict rule, the strict rule predicts itself.
+        if cell_id.startswith("speculative"):
+            assert row["strict_length"] == pytest.approx(row["predicted_length"], rel=0.2)
+    assert "Predicted, not measured" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("cells", "words"),
     [
@@ -108,6 +141,7 @@ def test_images_decoded_together_do_not_change_the_figures(
         ("{mode: hybrid, window: 4}", ["hybrid-w4", "drafts of hybrid"]),
         ("{mode: sjd-pac, window: 4}", ["sjd-pac", "drafts of pac"]),
         ("{mode: speculative, temperature: 0}", ["-t0", "temperature 0"]),
+        ("{mode: speculative}\nbatch: 4", ["speculative-static-small-7-t1", "--batch 1"]),
     ],
 )
 def test_cells_without_a_prediction_are_refused_by_name_before_anything_is_loaded(
