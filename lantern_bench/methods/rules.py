@@ -385,6 +385,54 @@ def typical(draft: DraftView, values: Values) -> Tensor:
     return is_typical.to(p.dtype)
 
 
+@probability_rule(
+    "csd",
+    about="adds a share of the entropy of p where p and q are close",
+    bound="tv_limit",
+    example=0.65,
+    parameters=(
+        Parameter(
+            "tv_limit",
+            BETWEEN_0_AND_1,
+            "CSD accepts more where the total variation of p and q is below this, between 0 and 1.",
+            symbol="δ",
+        ),
+        rare(
+            "entropy_weight",
+            ABOVE_0,
+            "What CSD adds to the probability of acceptance for each nat of the entropy of p.",
+            default=0.5,
+        ),
+    ),
+    source="2606.27829",
+)
+def csd(draft: DraftView, values: Values) -> Tensor:
+    """CSD: f = min(1, p / q) + entropy_weight H(p) where TV(p, q) < tv_limit (arXiv 2606.27829)."""
+    is_close = draft.total_variation < draft.number(values["tv_limit"])
+    added = draft.entropy * draft.number(values["entropy_weight"])
+    return draft.ratio.clamp_max(1.0) + (added * is_close)[:, None]
+
+
+@probability_rule(
+    "addition",
+    about="adds the same to every probability of acceptance",
+    bound="added",
+    parameters=(
+        Parameter(
+            "added",
+            BETWEEN_0_AND_1,
+            "Bound of the rule addition: what it adds to the probability of acceptance, between 0 "
+            "and 1.",
+            symbol="ε",
+        ),
+    ),
+    source="2606.27829",
+)
+def addition(draft: DraftView, values: Values) -> Tensor:
+    """CSD's baseline: f = min(1, p / q) + added (arXiv 2606.27829)."""
+    return draft.ratio.clamp_max(1.0) + draft.number(values["added"])
+
+
 SHIPPED_RULES = (
     Rule("none", about="nothing is accepted", in_id=False),
     Rule("strict", about="accepts with p / q", in_id=False),
@@ -396,4 +444,6 @@ SHIPPED_RULES = (
     gsd,
     entropy,
     typical,
+    csd,
+    addition,
 )

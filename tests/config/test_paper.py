@@ -37,6 +37,7 @@ def test_the_tables_of_the_papers_are_there() -> None:
         "coolsd",
         "gsd",
         "sjd-pac",
+        "csd-table2",
         "tree-shapes",
     }
     assert wanted | {"temperature", "guidance"} <= set(papers())

@@ -78,6 +78,8 @@ RULES: list[dict[str, Any]] = [
     {"mode": "gsd", "cluster": 3, "code_gap": 3.0, "residual": "official"},
     {"mode": "entropy", "entropy_scale": 0.5, "neighbours": 2},
     {"mode": "typical", "epsilon": 0.3, "alpha": 0.5},
+    {"mode": "csd", "tv_limit": 0.65},
+    {"mode": "addition", "added": 0.2},
 ]
 
 

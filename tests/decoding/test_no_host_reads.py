@@ -32,6 +32,8 @@ RULES = [
     ),
     rule_named("entropy", 10, 0.1, table=TABLE),
     rule_named("typical", 0, 0.09),
+    rule_named("csd", 0, 0.65),
+    rule_named("addition", 0, 0.1),
 ]
 
 

@@ -104,7 +104,16 @@ class DraftView:
     def entropy(self) -> Tensor:
         """The entropy H(p) [n] in nats."""
         p = self.p
-        return -(p * p.clamp_min(1e-30).log()).sum(dim=1)
+        # The p of a row may add up to a little more than 1, so the sum may be below 0.
+        return (-(p * p.clamp_min(1e-30).log()).sum(dim=1)).clamp_min(0.0)
+
+    @property
+    def total_variation(self) -> Tensor:
+        """The total variation TV(p, q) [n] of the whole distributions; q is 1 at a certain x."""
+        q = self.q
+        if q is None:
+            return 1.0 - self.p_x
+        return 0.5 * (self.p - q).abs().sum(dim=1)
 
     @property
     def neighbour_tokens(self) -> Tensor:

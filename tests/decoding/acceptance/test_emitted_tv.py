@@ -126,7 +126,8 @@ def test_rejections_and_emitted_tv_add_up_to_the_tv_of_the_drafts(size: int) -> 
         table = nearest_codes(torch.randn(size, 3, generator=noise), size - 1)
         entropy = rule_named("entropy", size - 1, 0.3, table=table)
         strong = rule_named("cool-sd", bound=1.7, decay=0.0)
-        for rule in (STRICT, entropy, strong, *rules("exact", table, size - 1)):
+        close = rule_named("csd", bound=0.65)
+        for rule in (STRICT, entropy, strong, close, *rules("exact", table, size - 1)):
             found = one_draft(p, q, rule)
             assert found.rejected + found.tv == pytest.approx(found.of_drafts, abs=1e-12)
             assert found.measured == pytest.approx(found.tv, abs=1e-12)

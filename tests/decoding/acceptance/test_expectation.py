@@ -31,6 +31,8 @@ EXAMPLES = {
     "cool-sd": 1.6,
     "gsd": 3,
     "typical": 0.2,
+    "csd": 0.65,
+    "addition": 0.3,
 }
 TREES = ("chain", "wide", "small", "dynamic")
 # with the depth drafted to

@@ -227,6 +227,7 @@ def test_a_table_that_is_missing_is_refused() -> None:
         ({"mode": "cool-sd", "strength": 1.3}, 0),
         ({"mode": "gsd", "cluster": 4, "residual": "official"}, 0),
         ({"mode": "typical", "epsilon": 0.3, "residual": "official"}, 0),
+        ({"mode": "csd", "drafting": "static", "tv_limit": 0.65}, 0),
         ({"mode": "entropy", "entropy_scale": 0.5, "neighbours": 2}, 2),
         ({"mode": "speculative", "rule": "traversal"}, 0),
     ],
