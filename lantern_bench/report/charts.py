@@ -31,6 +31,12 @@ SPEEDS = {
 }
 """The horizontal axes of speed-quality curves."""
 
+BY_BOUND = ("mean_accepted_length", "acceptance_rate")
+"""Figures that are drawn against parameters."""
+
+OF_CURVES = (*BOUNDS, "neighbours")
+"""Parameters that they are drawn against by default."""
+
 INTERVAL = "95% interval"  # of the whiskers, in the titles of axes
 
 _PLACES = 32  # positions of an image are pooled to at most this many points of a cell
@@ -135,13 +141,18 @@ def _pooled(table: pd.DataFrame) -> pd.DataFrame:
     return pooled.assign(middle=middle, **pd.DataFrame(rates, index=pooled.index))
 
 
-def _bound_points(runs: Mapping[str, Tables], parameter: str) -> pd.DataFrame:
-    """The mean accepted length of the cells that have `parameter`, by its value."""
+def length_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
+    """Return the rows of `speed.csv` of all runs, with intervals of `acceptance_rate`."""
     table = stack_runs(runs, "speed")
-    table = table[table["drafting"] != "none"].dropna(subset=[parameter, "mean_accepted_length"])
-    lengths = [f"mean_accepted_length{end}" for end in ENDS]
-    points = table.filter([*FAMILY, "cell_id", "images", *lengths])
-    return _labelled(points.sort_values([parameter, "run"], kind="stable"))
+    by_depth = stack_runs(runs, "acceptance").query("axis == 'depth'")
+    counts = by_depth.groupby(CELL, sort=False)[["accepted", "offered"]].sum()
+    rates = [
+        proportion(int(accepted), int(offered)).columns("acceptance_rate")
+        for accepted, offered in counts.itertuples(index=False)
+    ]
+    names = [f"acceptance_rate{end}" for end in ENDS]
+    intervals = pd.DataFrame(rates, index=counts.index, columns=names).reset_index()
+    return table.drop(columns="acceptance_rate").merge(intervals, on=CELL, how="left")
 
 
 def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
@@ -232,12 +243,10 @@ class Chart:
             yield rows[self.x].tolist(), rows[self.y].tolist()
 
 
-def charts(
-    runs: Mapping[str, Tables], parameters: Sequence[str] = tuple(BOUNDS)
-) -> Iterator[Chart]:
+def charts(runs: Mapping[str, Tables], parameters: Sequence[str] = OF_CURVES) -> Iterator[Chart]:
     """Yield the charts that the runs have data for.
 
-    `parameters` are the horizontal axes of charts of the mean accepted length.
+    `parameters` are the horizontal axes of charts of `BY_BOUND`.
     """
     rate = f"acceptance rate ({INTERVAL})"
     of_drafts = [
@@ -272,19 +281,32 @@ def charts(
     ]
     yield from (chart for chart in of_drafts if len(chart.points))
     yield from fronts(runs)
-    for parameter in parameters:
-        points = _bound_points(runs, parameter)
-        if points[parameter].nunique() > 1:
-            yield Chart(
-                name=f"mean-accepted-length-by-{parameter}",
-                points=points,
-                x=parameter,
-                y="mean_accepted_length",
-                x_title=BOUNDS.get(parameter, parameter),
-                y_title=f"mean accepted length ({INTERVAL})",
-                # Cells that differ in nothing but the parameter are one line.
-                family=[name for name in FAMILY if name in points and name != parameter],
-            )
+    yield from bound_charts(length_points(runs), parameters)
+
+
+def bound_charts(table: pd.DataFrame, parameters: Sequence[str]) -> Iterator[Chart]:
+    """Yield the charts of a length and of a rate against each parameter that varies.
+
+    Args:
+        table: Cells with the column `run`, the figures and their intervals.
+        parameters: The horizontal axes.
+    """
+    for parameter, figure in product(parameters, BY_BOUND):
+        drafted = table[table["drafting"] != "none"].dropna(subset=[parameter, figure])
+        if drafted[parameter].nunique() < 2:
+            continue
+        figures = [f"{figure}{end}" for end in ENDS]
+        points = drafted.filter([*FAMILY, "cell_id", "images", *figures])
+        yield Chart(
+            name=f"{figure.replace('_', '-')}-by-{parameter}",
+            points=_labelled(points.sort_values([parameter, "run"], kind="stable")),
+            x=parameter,
+            y=figure,
+            x_title=BOUNDS.get(parameter, parameter),
+            y_title=f"{figure.replace('_', ' ')} ({INTERVAL})",
+            # Cells that differ in nothing but the parameter are one line.
+            family=[name for name in FAMILY if name in points and name != parameter],
+        )
 
 
 def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from lantern_bench.analysis.compare import warn_of_unlike
-from lantern_bench.analysis.labels import BOUNDS, GROUPINGS
+from lantern_bench.analysis.labels import GROUPINGS, labels
 from lantern_bench.report.charts import (
+    OF_CURVES,
     Chart,
     Styles,
     Tables,
+    bound_charts,
     charts,
     choose_cells,
     curve_tables,
@@ -32,6 +34,8 @@ from lantern_bench.utils.files import write_file
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+_DISTANCES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)  # of the lines in maps
 
 WIDTHS = {"one": 3.3, "two": 6.9}  # inches of one column and of two in a paper
 
@@ -68,8 +72,8 @@ def draw_curves(
     Args:
         runs: The run directories.
         folder: Where to write the files.
-        by: What colours stand for. Except for the mode, also what the mean accepted length is drawn
-            against.
+        by: What colours stand for. Except for the mode, also what the mean accepted length and the
+            acceptance rate are drawn against.
         cells: Patterns as in `choose_cells`; empty for all cells.
         width: A key of `WIDTHS`.
 
@@ -88,7 +92,7 @@ def draw_curves(
     if cells:
         tables = choose_cells(tables, cells)
     styles = run_styles(tables, by)
-    drawn = list(charts(tables, tuple(BOUNDS) if by == "mode" else (by,)))
+    drawn = list(charts(tables, OF_CURVES if by == "mode" else (by,)))
     if not drawn:
         raise RefusedError(
             "nothing to draw: these runs hold no drafts and no images that are both scored and "
@@ -98,14 +102,79 @@ def draw_curves(
     for chart in drawn:
         with rc_context({**_LOOK, "svg.hashsalt": chart.name}):
             figure = to_matplotlib(chart, styles, WIDTHS[width])
-            for kind, metadata in _METADATA.items():
-                path = folder / f"{chart.name}.{kind}"
-                save_figure(figure, path, metadata=metadata)
-                files.append(path)
-        path = folder / f"{chart.name}.csv"
-        write_csv(chart.points, path)
-        files.append(path)
+            files += _save_all(figure, chart, folder)
     return files
+
+
+def draw_surface(table: pd.DataFrame, folder: Path) -> list[Path]:
+    """Draw the predictions of an exploration, and return the files.
+
+    There are a chart of the settings that no other one beats in speedup and distance, charts
+    against each parameter that varies, and maps of the speedup over neighbours and a bound, with
+    lines of equal distance.
+
+    Args:
+        table: The table `surface`.
+        folder: Where to write the files.
+    """
+    from matplotlib import rc_context
+
+    points = table.assign(run="")
+    styles = run_styles({"": {"speed": table}})
+    best = points[points["dominated"] == 0].assign(dominated=False)
+    front = Chart(
+        name="predicted-speedup-distance",
+        points=best.assign(label=labels(best)),
+        x="predicted_speedup",
+        y="distance",
+        x_title="predicted speedup over AR",
+        y_title="predicted distance",
+    )
+    files = []
+    with rc_context({**_LOOK, "svg.hashsalt": front.name}):
+        for chart in (front, *bound_charts(points, OF_CURVES)):
+            files += _save_all(to_matplotlib(chart, styles), chart, folder)
+        for bound in ("delta", "lambda"):
+            mapped = table.dropna(subset=[bound, "neighbours"])
+            for (model, tree), rows in mapped.groupby(["model", "tree"]):
+                if min(rows[bound].nunique(), rows["neighbours"].nunique()) > 1:
+                    path = folder / f"map-{model}-{tree}-{bound}.png"
+                    save_figure(_map(rows, bound), path, metadata=_METADATA["png"])
+                    files.append(path)
+    return files
+
+
+def _map(rows: pd.DataFrame, bound: str) -> Figure:
+    """Return a map of the speedup over neighbours and a bound; lines join equal distances."""
+    from matplotlib.figure import Figure
+
+    axis = rows.pivot_table(
+        index=bound, columns="neighbours", values=["predicted_speedup", "distance"]
+    )
+    speedup = axis["predicted_speedup"]
+    figure = Figure(figsize=(4.5, 3.2), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(speedup, origin="lower", aspect="auto")
+    lines = axes.contour(axis["distance"], levels=_DISTANCES, colors="white", linewidths=0.8)
+    axes.clabel(lines, fontsize="x-small")
+    axes.set_xticks(range(speedup.shape[1]), [f"{k:g}" for k in speedup.columns])
+    axes.set_yticks(range(speedup.shape[0]), [f"{value:g}" for value in speedup.index])
+    axes.grid(visible=False)
+    axes.set(xlabel="neighbours k", ylabel=bound, title="lines: predicted distance")
+    figure.colorbar(image, label="predicted speedup")
+    return figure
+
+
+def _save_all(figure: Figure, chart: Chart, folder: Path) -> list[Path]:
+    """Save a chart in every format, and its data."""
+    files = []
+    for kind, metadata in _METADATA.items():
+        path = folder / f"{chart.name}.{kind}"
+        save_figure(figure, path, metadata=metadata)
+        files.append(path)
+    path = folder / f"{chart.name}.csv"
+    write_csv(chart.points, path)
+    return [*files, path]
 
 
 def save_figure(figure: Figure, path: Path, **options: Any) -> None:
@@ -220,7 +289,7 @@ def _limit(axes: Axes, chart: Chart) -> None:
     """Begin fractions at 0, and put ticks at whole numbers where x counts something."""
     from matplotlib.ticker import MaxNLocator
 
-    if chart.y == "rate":
+    if chart.y in ("rate", "acceptance_rate"):
         axes.set_ylim(0, 1.02)
     if chart.y == "share":
         axes.set_ylim(bottom=0)

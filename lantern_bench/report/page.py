@@ -186,7 +186,7 @@ def _cells(
 def _figures(tables: Mapping[str, Tables], styles: Styles) -> dict[str, list[Plain]]:
     """The charts of each figure."""
     figures: dict[str, list[Plain]] = {name: [] for name in (*_FIGURES.values(), "bound")}
-    for chart in charts(tables, GROUPINGS[1:]):
+    for chart in charts(tables, (*GROUPINGS[1:], "neighbours")):
         # Lines of one point each are worth no chart, unless it is against a bound.
         is_of_points = all(len(points) == 1 for points in chart.lines())
         if chart.x not in ("tree", "temperature") or not is_of_points:

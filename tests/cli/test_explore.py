@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 import lantern_bench
 from lantern_bench.cli import main as cli
 from lantern_bench.profile import exploration, shadow_walk
+from lantern_bench.report.draw import draw_surface
+from lantern_bench.storage.schema import frame
 from tests.helpers.tiny_model import TinyModel
 
 GRID = """
@@ -58,6 +61,15 @@ def test_every_cell_is_predicted_beside_the_strict_rule_on_its_tree(
     far = table.loc["lantern-static-chain-4-k3-delta0.4-t1"]
     assert near["mean_accepted_length"] < far["mean_accepted_length"]
     assert near["emitted_tv"] < far["emitted_tv"]
+    figures = {path.name for path in Path("out/figures").iterdir()}
+    for name in ("predicted-speedup-distance", "acceptance-rate-by-delta"):
+        assert {f"{name}.png", f"{name}.svg", f"{name}.pdf", f"{name}.csv"} <= figures
+    drawn = pd.read_csv("out/figures/acceptance-rate-by-delta.csv")
+    assert drawn.groupby("tree")["delta"].nunique().to_dict() == {
+        "6n2d2b": 1,
+        "chain-4": 2,
+        "small-7": 2,
+    }
     rates = [float(rate) for rate in far["acceptance_by_depth"].split()]
     assert len(rates) == 4
     assert 0 < min(rates) <= far["acceptance_rate"] <= max(rates) <= 1
@@ -132,6 +144,23 @@ def test_the_best_settings_are_swept_beside_their_predictions(
         if cell_id.startswith("speculative"):
             assert row["strict_length"] == pytest.approx(row["predicted_length"], rel=0.2)
     assert "Predicted, not measured" not in capsys.readouterr().err
+
+
+def test_a_grid_of_neighbours_and_a_bound_has_a_map(tmp_path: Path) -> None:
+    rows = []
+    for neighbours, delta in itertools.product((2, 5, 10), (0.1, 0.2, 0.3)):
+        row = {"model": "tiny", "tree": "chain-3", "mode": "lantern", "drafting": "static"}
+        row |= {"cell_id": f"{neighbours}-{delta}", "neighbours": neighbours, "delta": delta}
+        row |= {"predicted_speedup": 1.0 + delta, "distance": delta * neighbours / 10}
+        row |= {"acceptance_rate": delta, "mean_accepted_length": 2.0, "dominated": 0}
+        rows.append(row)
+    files = draw_surface(frame("surface", rows), tmp_path)
+    assert {path.name for path in files if path.name.startswith("map")} == {
+        "map-tiny-chain-3-delta.png"
+    }
+    names = {path.stem for path in files}
+    assert {"acceptance-rate-by-delta", "acceptance-rate-by-neighbours"} <= names
+    assert all(path.stat().st_size > 0 for path in files)
 
 
 @pytest.mark.parametrize(

@@ -262,12 +262,13 @@ def bounded(**parameters):
 )
 def test_curves_by_a_parameter(by, cells):
     tables = tables_of_cells([AR, *cells])
-    (chart,) = (
-        chart
-        for chart in charts({"run": tables}, [by])
-        if chart.name == f"mean-accepted-length-by-{by}"
-    )
+    drawn = {chart.name: chart for chart in charts({"run": tables}, [by])}
+    chart = drawn[f"mean-accepted-length-by-{by}"]
     assert set(chart.points["mean_accepted_length"]) == {2.0}
+    of_rate = drawn[f"acceptance-rate-by-{by}"].points
+    assert of_rate[by].nunique() == len(cells)
+    assert (of_rate["acceptance_rate_low"] < of_rate["acceptance_rate"]).all()
+    assert (of_rate["acceptance_rate"] < of_rate["acceptance_rate_high"]).all()
     assert chart.points[by].nunique() == len(cells)
     styles = run_styles({"run": tables}, by)
     assert to_matplotlib(chart, styles).axes
