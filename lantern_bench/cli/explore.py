@@ -40,7 +40,7 @@ def explore(
 ) -> None:
     """Predict speed and distance of every cell from one walk over a few images (default: 16)."""
     from lantern_bench.profile import exploration
-    from lantern_bench.report.draw import draw_surface
+    from lantern_bench.report.draw import SURFACE, draw_surface
 
     request = exploration.explore_request(
         experiment, Overrides.from_flags(flags, modes=modes, settings=settings, many=yes), out=out
@@ -63,6 +63,6 @@ def explore(
         )
     files = draw_surface(table, request.folder / "figures")
     console.say(
-        f"all settings: {request.folder / exploration.SURFACE}; {len(files)} files of figures: "
+        f"all settings: {request.folder / SURFACE}; {len(files)} files of figures: "
         f"{request.folder / 'figures'}"
     )

@@ -34,6 +34,7 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile.shadow_walk import WalkSums, feature_names, strict_of, walk_images
 from lantern_bench.profile.step_costs import step_costs
 from lantern_bench.report.charts import is_dominated
+from lantern_bench.report.draw import SURFACE
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.schema import ENDS, Row, frame, write_csv
 from lantern_bench.sweeps.choose_threads import choose_threads
@@ -48,9 +49,6 @@ IMAGES = 16
 
 PREDICTABLE = ("static", "dynamic")
 """Draftings whose drafts depend on the committed tokens alone."""
-
-SURFACE = "surface.csv"
-"""The file of the table in the folder of an exploration."""
 
 _TOGETHER = 8  # most images of a walk that are decoded at once; finished ones are kept in a file
 _PROBABILITIES = 2**22  # most probabilities of a step, images times nodes times vocabulary
@@ -278,10 +276,14 @@ def _figures(
         return row | dict.fromkeys(["distance", "emitted_tv", "surprise", "impossible"], 0.0)
 
     names = feature_names(model, setting)
-    features = FeatureSums.of(sums.features[index].reshape(len(prompts), -1), len(names))
-    shift = _distance(features, tokens)
+    columns = sums.features[index].reshape(len(prompts), -1)
+    surprise = FeatureSums.of(columns, len(names)).sums[..., 0].sum(axis=1)
+    of_prompts = pd.DataFrame(columns).assign(tokens=tokens).groupby(list(prompts)).sum()
+    shift = _distance(
+        FeatureSums.of(of_prompts.drop(columns="tokens").to_numpy(), len(names)),
+        of_prompts["tokens"].to_numpy(),
+    )
     row |= shift.columns("distance")
-    surprise = features.sums[..., 0].sum(axis=1)
     row |= ratio_of_sums(surprise, tokens, prompts).columns("surprise")
     row["impossible"] = sums.impossible[index].sum() / tokens.sum()
     problem = setting.emitted_tv_problem
@@ -293,21 +295,21 @@ def _figures(
 
 
 def _distance(features: FeatureSums, tokens: Any) -> Interval:
-    """Return the distance with a jackknife interval over images.
+    """Return the distance with a jackknife interval over prompts.
 
     A walk has no noise of tokens, for which the interval of `distance` allows.
     """
     found = distance(features, tokens)
-    images = len(tokens)
+    prompts = len(tokens)
     if found.value is None or found.low is None:
         return found
     others = []
-    for left_out in range(images):
-        kept = np.arange(images) != left_out
+    for left_out in range(prompts):
+        kept = np.arange(prompts) != left_out
         part = FeatureSums(features.sums[kept], features.covariance[kept])
         others.append(distance(part, tokens[kept]).value)
     spread = np.array(others, dtype=float)
-    error = np.sqrt((images - 1) * spread.var())
+    error = np.sqrt((prompts - 1) * spread.var())
     return Interval(found.value, found.value - 1.96 * error, found.value + 1.96 * error)
 
 

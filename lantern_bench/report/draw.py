@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+SURFACE = "surface.csv"
+"""The file of the table in the folder of an exploration."""
+
 _DISTANCES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)  # of the lines in maps
 
 WIDTHS = {"one": 3.3, "two": 6.9}  # inches of one column and of two in a paper

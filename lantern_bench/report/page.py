@@ -47,6 +47,7 @@ from lantern_bench.report.charts import (
     styles_of,
     whiskers,
 )
+from lantern_bench.report.draw import SURFACE
 from lantern_bench.report.format_tables import (
     BEST_NOTE,
     BETTER,
@@ -66,7 +67,7 @@ from lantern_bench.storage.run_directory import (
     disturbance,
     load_runs,
 )
-from lantern_bench.storage.schema import ENDS, columns, frame
+from lantern_bench.storage.schema import ENDS, columns, frame, typed
 from lantern_bench.utils.files import write_file
 
 Plain: TypeAlias = dict[str, Any]
@@ -118,6 +119,7 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
         pictures=pictures,
         warnings=list(_warnings(runs)),
         summary=_summary(tables, styles),
+        surfaces=list(_surfaces(runs)),
         runs=[_run_facts(name, run, tables[name]) for name, run in runs.items()],
         data=data,
         plotly=base64.b64encode(plotly).decode("ascii"),
@@ -183,6 +185,25 @@ def _cells(
         }
 
 
+def _surfaces(runs: Mapping[str, RunData]) -> Iterator[Plain]:
+    """Yield the best predictions, and the maps, of the explorations that runs verify."""
+    for run in runs.values():
+        folder = run.folder.parent
+        if not (folder / SURFACE).is_file():
+            continue
+        table = typed("surface", pd.read_csv(folder / SURFACE))
+        best = table[table["dominated"] == 0].sort_values("predicted_speedup", ascending=False)
+        pictures = {
+            path.stem: base64.b64encode(path.read_bytes()).decode("ascii")
+            for path in sorted((folder / "figures").glob("map-*.png"))
+        }
+        yield {
+            "name": folder.name,
+            "table": readable(best.drop(columns="dominated"), "surface").frame,
+            "pictures": pictures,
+        }
+
+
 def _figures(tables: Mapping[str, Tables], styles: Styles) -> dict[str, list[Plain]]:
     """The charts of each figure."""
     figures: dict[str, list[Plain]] = {name: [] for name in (*_FIGURES.values(), "bound")}
@@ -214,7 +235,7 @@ def to_plotly(chart: Chart, styles: Styles) -> Plain:
     y_axis: Plain = {"title": {"text": chart.y_title.replace("\n", "<br>")}}
     if BETTER.get(chart.y) == "lower":
         y_axis["autorange"] = "reversed"
-    if chart.y == "rate":
+    if chart.y in ("rate", "acceptance_rate"):
         y_axis["range"] = (0, 1.02)
     layout: Plain = {"xaxis": x_axis, "yaxis": y_axis}
     if chart.x == "speedup":

@@ -12,7 +12,7 @@ import pytest
 import lantern_bench
 from lantern_bench.cli import main as cli
 from lantern_bench.profile import exploration, shadow_walk
-from lantern_bench.report.draw import draw_surface
+from lantern_bench.report.draw import SURFACE, draw_surface
 from lantern_bench.storage.schema import frame
 from tests.helpers.tiny_model import TinyModel
 
@@ -40,7 +40,7 @@ def grid(tiny: TinyModel) -> Path:
 
 
 def surface(folder: str) -> pd.DataFrame:
-    return pd.read_csv(Path(folder) / exploration.SURFACE).set_index("cell_id")
+    return pd.read_csv(Path(folder) / SURFACE).set_index("cell_id")
 
 
 def test_every_cell_is_predicted_beside_the_strict_rule_on_its_tree(
@@ -124,9 +124,7 @@ def test_images_decoded_together_do_not_change_the_figures(
     pd.testing.assert_frame_equal(*tables, rtol=1e-4)
 
 
-def test_the_best_settings_are_swept_beside_their_predictions(
-    grid: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_settings_are_swept_beside_their_predictions(grid: Path) -> None:
     typed = ["--max-distance", "1", "--verify", "20", "--images", "6", "--modes", "lantern"]
     assert cli.main(["explore", str(grid), "--out", "out", *typed]) == 0
     table = pd.read_csv("out/verified.csv").set_index("cell_id")
@@ -143,7 +141,11 @@ def test_the_best_settings_are_swept_beside_their_predictions(
         # Along images of the strict rule, the strict rule predicts itself.
         if cell_id.startswith("speculative"):
             assert row["strict_length"] == pytest.approx(row["predicted_length"], rel=0.2)
-    assert "Predicted, not measured" not in capsys.readouterr().err
+    assert cli.main(["report", "out/verified"]) == 0
+    page = Path("out/verified/report.html").read_text(encoding="utf-8")
+    assert "Predicted settings of out" in page
+    best = surface("out").query("dominated == 0").index[0]
+    assert f"<td>{best}</td>" in page
 
 
 def test_a_grid_of_neighbours_and_a_bound_has_a_map(tmp_path: Path) -> None:
