@@ -10,6 +10,10 @@ from lantern_bench.models.networks.transformer_config import TransformerConfig
 # The columns in use grow in blocks of 32, so that kernels are made for fewer shapes.
 _BLOCK = 32
 
+# Columns that fill 16 bytes in bfloat16. With another capacity the compiler pads the mask of each
+# layer on a GPU.
+_ALIGNED = 8
+
 # States a fact for the compiler. A torch without it compiles fewer programs.
 _promise = getattr(torch, "_check", bool)
 
@@ -25,7 +29,7 @@ class KVCache:
         config: Sizes of the transformer.
         groups: Rows of each image: 2 with guidance, otherwise 1.
         batch: Number of images B.
-        capacity: Number of positions.
+        capacity: Number of positions that are needed. It is rounded up to a multiple of 8.
         dtype: Type of keys and values.
         device: Device of keys and values.
     """
@@ -40,6 +44,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        capacity = -(-capacity // _ALIGNED) * _ALIGNED
         rows = groups * batch
         heads = config.kv_heads or config.heads
         self._store = torch.zeros(
