@@ -161,10 +161,27 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor
         # In half precision torch's kernel needs three times as long for one row as for two.
         q = q.expand(-1, 2, -1, -1)
         mask = mask.expand(-1, -1, 2, -1)
-    mixed = functional.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=q.shape[2] != k.shape[1]
-    )
+    q = q.transpose(1, 2)
+    if q.shape[1] == k.shape[1]:
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    elif q.device.type == "cpu":
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    else:
+        mixed = _grouped_attention(q, k, v, mask)
     return mixed.transpose(1, 2)[:, :n]
+
+
+def _grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Mix q [rows, heads, n, head_dim] as `_scaled_dot_product` does, with fewer kv_heads.
+
+    On a GPU torch has no fast kernel that takes a mask and grouped heads. So the heads that share
+    keys become further nodes.
+    """
+    heads_and_nodes = (q.shape[1] // k.shape[1], q.shape[2])
+    q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    mask = mask[:, :, None].expand(-1, -1, heads_and_nodes[0], -1, -1).flatten(2, 3)
+    mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return mixed.unflatten(2, heads_and_nodes).flatten(1, 2)
 
 
 # ---- Layers

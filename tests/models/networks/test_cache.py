@@ -17,7 +17,7 @@ from lantern_bench.models.networks.target import (
     WordCaption,
     prefix_mask,
 )
-from lantern_bench.models.networks.transformer import attend_cached
+from lantern_bench.models.networks.transformer import _grouped_attention, attend_cached
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from tests.decoding.drafting.test_golden_shapes import leaf_paths
 
@@ -184,6 +184,24 @@ def test_filled_columns_are_enough(
     assert (got.float() - wanted.transpose(1, 2).float()).abs().max() < (
         1e-6 if dtype == torch.float32 else 2e-2
     )
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_heads_that_share_keys_may_be_nodes(nodes: int) -> None:
+    """As on a GPU, where torch has no fast attention for grouped heads."""
+    noise = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 6, nodes, 8, generator=noise)
+    keys, values = torch.randn(2, 2, 2, 5, 8, generator=noise)
+    mask = torch.randn(2, 1, nodes, 5, generator=noise)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q, keys, values, attn_mask=mask, enable_gqa=True
+    )
+    got = _grouped_attention(q, keys, values, mask)
+    torch.testing.assert_close(got, wanted)
+
+
+def test_the_capacity_is_a_multiple_of_eight() -> None:
+    assert filled_cache([5], torch.float32, 2).capacity == CAPACITY + 4
 
 
 def test_unused_columns_are_not_read() -> None:
