@@ -131,12 +131,16 @@ def ratio_of_images(images: pd.DataFrame) -> Interval:
 
 def proportion(successes: int, trials: int) -> Interval:
     """Return successes / trials with the Wilson interval (1927); no figure without trials."""
-    from scipy.stats import binomtest
+    from scipy.special import ndtri
 
     if trials == 0:
         return Interval(None, note="no trials")
-    low, high = binomtest(successes, trials).proportion_ci(_LEVEL, method="wilson")
-    return Interval(successes / trials, float(low), float(high))
+    share = successes / trials
+    z = float(ndtri((1.0 + _LEVEL) / 2.0))
+    middle = (share + z**2 / (2 * trials)) / (1 + z**2 / trials)
+    spread = share * (1 - share) / trials + z**2 / (4 * trials**2)
+    reach = z * math.sqrt(spread) / (1 + z**2 / trials)
+    return Interval(share, max(0.0, middle - reach), min(1.0, middle + reach))
 
 
 def sums_per_prompt(
@@ -321,7 +325,7 @@ def repeat_interval(measured: Timing) -> Interval:
     added in quadrature. Fewer than three processes show too little of how processes differ. Then
     there is no interval, and the note says how to get one.
     """
-    from scipy.stats import t
+    from scipy.special import stdtrit
 
     value = measured.value
     prompts = measured.influence.size
@@ -332,8 +336,8 @@ def repeat_interval(measured: Timing) -> Interval:
         return Interval(value, note=NEEDS_PROCESSES)
     upper = (1.0 + _LEVEL) / 2.0
     of_prompts = measured.influence.var(ddof=1) / prompts
-    variance = t.ppf(upper, prompts - 1) ** 2 * of_prompts
-    variance += t.ppf(upper, measured.freedom) ** 2 * measured.of_processes
+    variance = stdtrit(prompts - 1, upper) ** 2 * of_prompts
+    variance += stdtrit(measured.freedom, upper) ** 2 * measured.of_processes
     factor = math.exp(math.sqrt(2.0 * variance))
     return Interval(value, value / factor, value * factor)
 
@@ -344,7 +348,7 @@ def compare_timings(a: Timing, b: Timing) -> Interval:
     Without four prompts and three processes in each run there is neither. Two processes can differ
     by as much as two runs.
     """
-    from scipy.stats import t
+    from scipy.special import stdtr, stdtrit
 
     value = b.value / a.value
     if a.of_processes is None or b.of_processes is None or too_few_prompts(a.influence.size):
@@ -360,9 +364,9 @@ def compare_timings(a: Timing, b: Timing) -> Interval:
     freedoms = np.array([a.freedom, b.freedom, change.size - 1])
     freedom = variance**2 / float((variances**2 / freedoms).sum())
     error = math.sqrt(variance)
-    low, high = np.exp(t.interval(_LEVEL, freedom, loc=math.log(value), scale=error))
-    p_value = 2.0 * float(t.sf(abs(math.log(value)) / error, freedom))
-    return Interval(value, float(low), float(high), p_value=p_value)
+    factor = math.exp(error * stdtrit(freedom, (1.0 + _LEVEL) / 2.0))
+    p_value = 2.0 * float(stdtr(freedom, -abs(math.log(value)) / error))
+    return Interval(value, value / factor, value * factor, p_value=p_value)
 
 
 def detectable(centre: float, low: float, high: float) -> float:

@@ -268,11 +268,11 @@ class FeatureSums(NamedTuple):
     @property
     def p_value(self) -> float:
         """The probability that a lossless mode has a larger Q."""
-        from scipy.stats import chi2
+        from scipy.special import chdtrc
 
         if not self.freedom:
             return 1.0
-        return float(chi2.sf(self.chi_square, self.freedom))
+        return float(chdtrc(self.freedom, self.chi_square))
 
 
 def distance(sums: FeatureSums, tokens: Array) -> Interval:

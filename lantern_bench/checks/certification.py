@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 import torch
-from scipy.stats import norm
+from scipy.special import ndtri
 
 from lantern_bench.analysis.cells import join_notes
 from lantern_bench.analysis.statistics import Interval, add_holm_p_values, proportion
@@ -416,7 +416,7 @@ def power_rows(model: str, results: Sequence[TrialResult], level: float) -> Rows
         needed = None
         # The smallest of several p-values is often below 0.05 by chance.
         if level <= p < _SEEN / len(result.p_values):
-            z_ratio = norm.isf(level / 2) / norm.isf(p / 2)
+            z_ratio = ndtri(level / 2) / ndtri(p / 2)
             needed = round(result.images * z_ratio**2)
         rows.append(
             Row(
