@@ -137,8 +137,9 @@ def attention(
     mask = attn_mask.expand(-1, q.shape[1], -1, -1)
     if enable_gqa:  # no kernel takes both a mask and grouped heads
         attend = torch.ops.aten._scaled_dot_product_attention_math
-        return attend(q, k, v, mask, enable_gqa=True)[0]
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, mask, False)[0]
+        return attend(q, k, v, attn_mask=mask, enable_gqa=True)[0]
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    return attend(q, k, v, attn_bias=mask, compute_log_sumexp=False)[0]
 
 
 def fake(model: nn.Module) -> None:

@@ -162,12 +162,13 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor
         q = q.expand(-1, 2, -1, -1)
         mask = mask.expand(-1, -1, 2, -1)
     q = q.transpose(1, 2)
-    if q.shape[1] == k.shape[1]:
-        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    elif q.device.type == "cpu":
-        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    is_grouped = q.shape[1] != k.shape[1]
+    if is_grouped and q.device.type != "cpu":
+        mixed = _grouped_attention(q, k=k, v=v, mask=mask)
     else:
-        mixed = _grouped_attention(q, k, v, mask)
+        mixed = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, enable_gqa=is_grouped
+        )
     return mixed.transpose(1, 2)[:, :n]
 
 

@@ -196,7 +196,7 @@ def test_heads_that_share_keys_may_be_nodes(nodes: int) -> None:
     wanted = torch.nn.functional.scaled_dot_product_attention(
         q, keys, values, attn_mask=mask, enable_gqa=True
     )
-    got = _grouped_attention(q, keys, values, mask)
+    got = _grouped_attention(q, k=keys, v=values, mask=mask)
     torch.testing.assert_close(got, wanted)
 
 
