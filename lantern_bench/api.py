@@ -338,6 +338,7 @@ def explore(
     *,
     out: str | Path | None = None,
     modes: str | Sequence[str] | None = None,
+    predict_device: str | None = None,
     progress: bool | Callable[[Event], None] = True,
     **overrides: Any,
 ) -> pd.DataFrame:
@@ -349,6 +350,7 @@ def explore(
         experiment: The name of a shipped experiment, a YAML file, or the content of one.
         out: The folder, by default `results/explore-<name>-<hash>`.
         modes: The modes of the cells, by default as in the experiment.
+        predict_device: Predict speedups on this device, by name or YAML file, in place of here.
         progress: As in `sweep`.
         **overrides: Keys of the experiment, such as `images`, which is 16 here.
 
@@ -360,14 +362,16 @@ def explore(
         RefusedError: Weights are missing.
     """
     from lantern_bench.profile import exploration
+    from lantern_bench.profile.cost_model import find_device
 
+    device = find_device(predict_device) if predict_device is not None else None
     request = exploration.explore_request(
         experiment,
         Overrides.from_flags(overrides, modes=modes),
         out=Path(out) if out is not None else None,
     )
     with _emitting(progress=progress) as emit:
-        return without_unused(exploration.explore(request, emit))
+        return without_unused(exploration.explore(request, emit, device))
 
 
 def recommend(

@@ -12,6 +12,8 @@ from lantern_bench.cli.options import EXPERIMENT_FLAGS, SettingsOption, with_fla
 from lantern_bench.config.settings import Overrides
 
 _SHOWN = 5  # settings of the table in the terminal
+# only in the file
+_NOT_SHOWN = ["acceptance_by_depth", "surprise", "impossible", "step_ms", "dominated"]
 
 
 @with_flags(EXPERIMENT_FLAGS)
@@ -30,6 +32,14 @@ def explore(
     verify: Annotated[
         int, typer.Option(min=0, help="Sweep this many of the best settings as well.")
     ] = 3,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--predict-device",
+            metavar="NAME",
+            help="Predict speedups for a device (h100, ...) or its YAML file. Default: here.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder. Default: results/explore-<name>-<hash>.")
     ] = None,
@@ -40,20 +50,26 @@ def explore(
 ) -> None:
     """Predict speed and distance of every cell from one walk over a few images (default: 16)."""
     from lantern_bench.profile import exploration
+    from lantern_bench.profile.cost_model import find_device
     from lantern_bench.report.draw import SURFACE, draw_surface
 
     request = exploration.explore_request(
         experiment, Overrides.from_flags(flags, modes=modes, settings=settings, many=yes), out=out
     )
     with console.events() as emit:
-        table = exploration.explore(request, emit)
+        table = exploration.explore(request, emit, device=find_device(on) if on else None)
+    files = draw_surface(table, request.folder / "figures")
     best = exploration.best_settings(table, max_distance, _SHOWN)
     console.table(
-        best.drop(columns=["step_ms", "dominated"]),
+        best.drop(columns=_NOT_SHOWN),
         "surface",
         title=f"{len(table)} settings; the fastest with a distance of at most {max_distance:g}, "
         "and the fastest lossless one",
         notes=["Predicted, not measured. Quote figures of a sweep only."],
+    )
+    console.say(
+        f"all settings: {request.folder / SURFACE}; {len(files)} files of figures: "
+        f"{request.folder / 'figures'}"
     )
     if verify:
         with console.events() as emit:
@@ -61,8 +77,3 @@ def explore(
         console.table(
             verified, "verified", title=f"measured by a sweep: {request.folder / 'verified'}"
         )
-    files = draw_surface(table, request.folder / "figures")
-    console.say(
-        f"all settings: {request.folder / SURFACE}; {len(files)} files of figures: "
-        f"{request.folder / 'figures'}"
-    )

@@ -31,6 +31,16 @@ from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.static_trees import check_topology
 from lantern_bench.models.load import compile_models, load_models
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.profile.cost_model import (
+    KERNEL_COUNTS,
+    Device,
+    Workload,
+    named_draft,
+    prefill_seconds,
+    step_seconds,
+    tree_draft,
+)
+from lantern_bench.profile.prediction import sizes_of
 from lantern_bench.profile.shadow_walk import WalkSums, feature_names, strict_of, walk_images
 from lantern_bench.profile.step_costs import step_costs
 from lantern_bench.report.charts import is_dominated
@@ -42,7 +52,7 @@ from lantern_bench.sweeps.request import Request, prepare
 from lantern_bench.sweeps.run import run
 from lantern_bench.utils.errors import UserError, joined
 from lantern_bench.utils.files import check_writable, write_file
-from lantern_bench.utils.progress import Emit, ProgressEvent
+from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 
 IMAGES = 16
 """Default number of images of a walk."""
@@ -110,18 +120,21 @@ def explore_request(
     return replace(request, experiment=experiment, folder=folder)
 
 
-def explore(request: Request, emit: Emit) -> pd.DataFrame:
+def explore(request: Request, emit: Emit, device: Device | None = None) -> pd.DataFrame:
     """Predict every cell, and write and return the table `surface`.
 
     Args:
         request: A request of `explore_request`. Parts of walks that its folder has are read.
         emit: Receives progress.
+        device: Speedups are predicted for it. Default: for this machine, whose steps are measured.
 
     Raises:
         RefusedError: Weights are missing, or memory does not suffice.
         LogitsError: A model gave NaN or infinite logits.
     """
     experiment = request.experiment
+    for name in experiment.settings.model if device is not None else ():
+        sizes_of(name)  # refused before it is loaded
     set_threads(experiment.settings.threads)
     compute = choose_compute(experiment.settings.device, experiment.settings.dtype, fast=True)
     images = _images(request)
@@ -134,13 +147,19 @@ def explore(request: Request, emit: Emit) -> pd.DataFrame:
         # 1. Walk, uncompiled.
         figures = _predicted(model, list(cells), images, folder=request.folder, emit=emit)
 
-        # 2. Measure steps as a sweep takes them.
-        problem = None
-        if experiment.settings.compile:
-            problem = compile_models([model], compute)
-        if problem is not None:
-            emit(problem)
-        times = measured_times(model, list(cells), images, emit=emit)
+        # 2. Measure steps as a sweep takes them, or model them.
+        if device is not None:
+            times = {
+                decoding: modelled_times(
+                    name, decoding, device=device, length=row["mean_accepted_length"]
+                )
+                for decoding, row in figures.items()
+            }
+        else:
+            if experiment.settings.compile:
+                problem = compile_models([model], compute)
+                emit(problem or Note("steps are compiled", level="detail"))
+            times = measured_times(model, list(cells), images, emit=emit)
         for decoding, cell in cells.items():
             row = cell.columns() | figures[decoding]
             row |= speed_columns(row, times[decoding], tokens=model.target.image_tokens)
@@ -317,7 +336,7 @@ def _distance(features: FeatureSums, tokens: Any) -> Interval:
 
 
 class StepTimes(NamedTuple):
-    """Measured milliseconds."""
+    """Milliseconds."""
 
     prefill: float
     ar: float  # a step of autoregressive decoding
@@ -353,12 +372,42 @@ def measured_times(
     }
 
 
+def modelled_times(name: str, setting: Decoding, *, device: Device, length: float) -> StepTimes:
+    """Return the milliseconds of compiled steps on another device, by its cost model.
+
+    Args:
+        name: The model.
+        setting: The setting.
+        device: The device.
+        length: Tokens that a step of the setting commits.
+
+    Raises:
+        RefusedError: The sizes of the model are not known.
+    """
+    sizes = sizes_of(name)
+    workload = Workload(
+        sizes=sizes,
+        batch=1,
+        guided=setting.cfg_scale != 1,
+        context=sizes.prefix + sizes.image_tokens / 2,
+    )
+    draft = tree_draft(setting.paths) if setting.paths else named_draft(str(setting.tree_label))
+    stack = KERNEL_COUNTS["compiled"]
+    plain = step_seconds(device, stack, workload, draft=None, committed=1.0)
+    step = step_seconds(device, stack, workload, draft=draft, committed=length)
+    return StepTimes(
+        prefill=1e3 * prefill_seconds(device, stack, workload),
+        ar=1e3 * plain["total"].sum(),
+        step=1e3 * step["total"].sum(),
+    )
+
+
 def speed_columns(row: Row, times: StepTimes, *, tokens: int) -> Row:
     """Return the columns of the predicted speedup, whose interval is that of the length.
 
     Args:
         row: Has the columns of `mean_accepted_length`.
-        times: Measured milliseconds.
+        times: Milliseconds.
         tokens: Tokens of an image, the first of which comes from the prefill.
     """
     columns: Row = {"step_ms": times.step}

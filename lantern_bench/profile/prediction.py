@@ -80,12 +80,7 @@ def _cell_prediction(
     notes = []
     run_model = str(cell.columns["model"])
     name = model or run_model
-    sizes = model_of(name).sizes
-    if sizes is None:
-        raise RefusedError(
-            f"the sizes of {name} are not known",
-            "Give a published model with --model, such as llamagen-t2i-stage1.",
-        )
+    sizes = sizes_of(name)
 
     # 1. What a step commits, and how full the cache is on average.
     committed = images["committed_per_step"].explode().mean()
@@ -132,6 +127,17 @@ def _cell_prediction(
         **(1e3 * step.drop("total")).add_suffix("_ms"),
         "note": join_notes([*notes, assumed]),
     }
+
+
+def sizes_of(name: str) -> Any:
+    """Return the sizes of a model, a `TransformerConfig`; raises `RefusedError` if not known."""
+    sizes = model_of(name).sizes
+    if sizes is None:
+        raise RefusedError(
+            f"the sizes of {name} are not known",
+            "Give a published model with --model, such as llamagen-t2i-stage1.",
+        )
+    return sizes
 
 
 def _draft_of(

@@ -11,7 +11,9 @@ import pytest
 
 import lantern_bench
 from lantern_bench.cli import main as cli
+from lantern_bench.config.decoding import Decoding
 from lantern_bench.profile import exploration, shadow_walk
+from lantern_bench.profile.cost_model import find_device
 from lantern_bench.report.draw import SURFACE, draw_surface
 from lantern_bench.storage.schema import frame
 from tests.helpers.tiny_model import TinyModel
@@ -181,6 +183,36 @@ def test_cells_without_a_prediction_are_refused_by_name_before_anything_is_loade
     Path("some.yaml").write_text(f"name: some\nmodel: tiny\ncells:\n  - {cells}\n")
     refuse(["explore", "some.yaml", "--out", "out"], 2, "cannot be explored", *words)
     assert tiny.loads == 0
+
+
+def test_speed_on_another_device_needs_known_sizes(
+    grid: Path, tiny: TinyModel, refuse: Callable[..., None]
+) -> None:
+    typed = ["explore", str(grid), "--out", "out", "--predict-device"]
+    refuse([*typed, "h100"], 3, "the sizes of tiny are not known")
+    refuse([*typed, "h1000"], 2, "--device h1000: unknown device")
+    assert tiny.loads == 0
+
+
+def test_times_on_another_device_grow_with_the_chain() -> None:
+    times = [
+        exploration.modelled_times(
+            "lanterns",
+            Decoding("speculative", drafting="static", tree=tree, cfg_scale=2.0),
+            device=find_device("h100"),
+            length=3.0,
+        )
+        for tree in ("chain-3", "chain-7")
+    ]
+    assert times[0].ar == times[1].ar < times[0].step < times[1].step
+    row = {"mean_accepted_length": 4.0, "mean_accepted_length_low": None}
+    row["mean_accepted_length_high"] = 5.0
+    columns = exploration.speed_columns(row, times[0], tokens=256)
+    plain = times[0].prefill + 255 * times[0].ar
+    expected = plain / (times[0].prefill + 255 / 4.0 * times[0].step)
+    assert columns["predicted_speedup"] == pytest.approx(expected)
+    assert columns["predicted_speedup"] < columns["predicted_speedup_high"]
+    assert "predicted_speedup_low" not in columns
 
 
 def test_a_folder_that_is_a_file_is_refused(grid: Path, refuse: Callable[..., None]) -> None:
