@@ -112,9 +112,17 @@ def _jacobi_label(values: Values) -> str:
     words = ["w" + "x".join(sizes)]
     if values["initial"] != "uniform":
         words.append(values["initial"])
-    if values["coupling"] != "none":
+    if values["coupling"] == "threshold":
+        words.append(f"threshold{values['tau']:g}")
+    elif values["coupling"] != "none":
         words.append(values["coupling"])
     return "-".join(words)
+
+
+def _tau_problem(values: Values) -> tuple[str, str] | None:
+    if values["coupling"] != "threshold" and values["tau"] != _PARAMETERS["tau"].default:
+        return "tau", f"coupling {values['coupling']} has no tau; write coupling: threshold"
+    return None
 
 
 def _hybrid_label(values: Values) -> str:
@@ -164,7 +172,7 @@ SHIPPED_DRAFTINGS = (
         "jacobi",
         make="lantern_bench.decoding.drafting.jacobi:JacobiDrafting",
         about="the target's own last answers",
-        parameters=_parameters("window", "initial", "coupling"),
+        parameters=_parameters("window", "initial", "coupling", "tau"),
         defaults={"window": 16},
         small={"window": 4},
         needs_drafter=False,
@@ -172,13 +180,14 @@ SHIPPED_DRAFTINGS = (
         fresh_every_step=lambda values: values["coupling"] == "none",
         lookahead={"coupling": "maximal"},
         label=_jacobi_label,
+        problem=_tau_problem,
         nodes=lambda values: values["window"],
     ),
     Drafting(
         "pac",
         make="lantern_bench.decoding.drafting.pac:PacDrafting",
         about="Jacobi drafts with siblings",
-        parameters=_parameters("window", "initial", "coupling", "candidates", "branching"),
+        parameters=_parameters("window", "initial", "coupling", "tau", "candidates", "branching"),
         defaults={"window": 16, "coupling": "maximal", "candidates": 3, "branching": 2},
         small={"window": 4, "candidates": 2},
         needs_drafter=False,
@@ -186,19 +195,21 @@ SHIPPED_DRAFTINGS = (
         fresh_every_step=lambda values: values["coupling"] == "none" and values["branching"] == 1,
         lookahead={"coupling": "maximal", "branching": 1},
         label=_jacobi_label,
+        problem=_tau_problem,
         nodes=_pac_nodes,
     ),
     Drafting(
         "hybrid",
         make="lantern_bench.decoding.drafting.jacobi:HybridDrafting",
         about="Jacobi drafts, the first with a drafter",
-        parameters=_parameters("window", "initial", "coupling", "drafted", "drafter_weight"),
+        parameters=_parameters("window", "initial", "coupling", "tau", "drafted", "drafter_weight"),
         defaults={"window": 16, "coupling": "maximal", "drafted": 2},
         small={"window": 4, "drafted": 2},
         chain=True,
         fresh_every_step=lambda values: values["coupling"] == "none",
         lookahead={"coupling": "maximal"},
         label=_hybrid_label,
+        problem=_tau_problem,
         nodes=lambda values: values["window"],
     ),
     Drafting(

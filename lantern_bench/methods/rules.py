@@ -395,6 +395,7 @@ def typical(draft: DraftView, values: Values) -> Tensor:
             "tv_limit",
             BETWEEN_0_AND_1,
             "CSD accepts more where the total variation of p and q is below this, between 0 and 1.",
+            short="tv",
             symbol="δ",
         ),
         rare(
@@ -402,6 +403,7 @@ def typical(draft: DraftView, values: Values) -> Tensor:
             ABOVE_0,
             "What CSD adds to the probability of acceptance for each nat of the entropy of p.",
             default=0.5,
+            short="weight",
         ),
     ),
     source="2606.27829",

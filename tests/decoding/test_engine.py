@@ -73,6 +73,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     },
     "above, gumbel": {"mode": "sjd", "window": 9, "initial": "above", "coupling": "gumbel"},
     "block": {"mode": "block-scd", "window": 6, "initial": "row", "cfg_scale": 1.5, "top_k": 30},
+    "threshold": {"mode": "sjd++", "window": 4, "cfg_scale": 1.5, "top_k": 30},
     "greedy": {"mode": "sjd", "window": 4, "initial": "row", "temperature": 0.0},
     "pac": {"mode": "sjd-pac", "window": 5, "cfg_scale": 1.5, "top_k": 30},
     "pac, gumbel, above": {

@@ -43,6 +43,7 @@ WINDOWS: list[dict[str, Any]] = [
     {"mode": "sjd", "window": 4, "initial": "left", "coupling": "maximal"},
     {"mode": "sjd", "window": 4, "coupling": "maximal", "temperature": 0.9, "top_k": 2},
     {"mode": "sjd", "window": 4, "coupling": "gumbel"},
+    {"mode": "sjd++", "window": 4},
     {"mode": "sjd", "window": 3, "rule": "block"},
     {"mode": "block-scd", "window": 4},
     {"mode": "block-scd", "window": 8, "initial": "row"},

@@ -33,7 +33,7 @@ from lantern_bench.decoding.drafting.draft_method import (
     LastStep,
     drafting_of,
 )
-from lantern_bench.decoding.drafting.jacobi import HybridDrafting, JacobiDrafting
+from lantern_bench.decoding.drafting.jacobi import HybridDrafting, JacobiDrafting, Redraft
 from lantern_bench.decoding.protocol import DecodableModel, Target
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, guide, probabilities
 from lantern_bench.methods.catalog import RULES
@@ -432,6 +432,8 @@ def drafting_mistakes(decoding: Decoding) -> list[Mistake]:
         ]
     if not is_hybrid and coupling == "maximal" and not looks_ahead:
         mistakes.append(_uniform_number_used_again())
+    if not is_hybrid and coupling == "threshold":
+        mistakes.append(Mistake("verified with the new p, as published", make=StoredP))
     if not is_hybrid and coupling == "gumbel":
         mistakes.append(Mistake("noise kept by place in the window", make=_SlotNoise))
     return mistakes
@@ -489,6 +491,13 @@ class DrafterQ(HybridDrafting):
         super().draft(inputs._replace(proposer=listener))
         for depth, q in enumerate(answers):
             self._q[:, depth] = q[:, 0]
+
+
+class StoredP(JacobiDrafting):
+    """Drafts that may stay are verified as draws from the new p: SJD++ as published."""
+
+    def redraft(self, p: Tensor, q: Tensor, x: Tensor) -> Redraft:
+        return super().redraft(p, q, x)._replace(q=p)
 
 
 class _Shown(JacobiDrafting):

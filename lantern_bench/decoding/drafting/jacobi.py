@@ -1,8 +1,8 @@
 """Drafts from the target's own last answers: speculative Jacobi decoding (SJD), also coupled (SCD).
 
 The distribution that the target computed for a position in one step is the q of the next step's
-draft there. Such a distribution [V] is called a row. SJD: arXiv 2410.01699, SCD: arXiv 2510.24211;
-docs/algorithms.md, sections 8.1, 8.2, 8.7 and 8.8.
+draft there. Such a distribution [V] is called a row. SJD: arXiv 2410.01699, SCD: arXiv 2510.24211,
+SJD++: arXiv 2512.07503; docs/algorithms.md, sections 8.1, 8.2 and 8.7 to 8.9.
 
 Why this is lossless:
 
@@ -15,6 +15,8 @@ Why this is lossless:
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +54,31 @@ def couple(p: Tensor, q: Tensor, x: Tensor, residual: Tensor | None = None) -> T
     return torch.where(index_along(p, -1) == x, stays, changes)
 
 
+class Redraft(NamedTuple):
+    """How the next drafts are drawn, given the last ones."""
+
+    coupled: Tensor  # what each is drawn from, given the last draft, [..., V]
+    q: Tensor  # its distribution if the last draft is not known, which verification uses, [..., V]
+
+
+def redraft_below(p: Tensor, q: Tensor, x: Tensor, tau: float) -> Redraft:
+    """Keep the last drafts where p(x) > tau q(x), and draw the others from `p` (SJD++).
+
+    The next drafts are not distributed as `p`: mass that stays is mass of q.
+
+    Args:
+        p: The new rows, [..., V].
+        q: The distribution [..., V] of the last drafts.
+        x: The last drafts, int64 [...].
+        tau: The threshold.
+    """
+    stays = p > tau * q
+    x_stays = stays.gather(-1, x[..., None])
+    coupled = torch.where(x_stays, (index_along(p, -1) == x[..., None]).to(p.dtype), p)
+    redrawn = torch.where(stays, 0.0, q).sum(dim=-1, keepdim=True)
+    return Redraft(coupled, torch.where(stays, q, 0.0) + redrawn * p)
+
+
 class JacobiDrafting(DraftMethod):
     """A chain of W = `window` drafts below the root.
 
@@ -60,7 +87,7 @@ class JacobiDrafting(DraftMethod):
     """
 
     reads_last_step = True
-    # whether a subclass reads the drafts of the last step and their rows (maximal coupling only)
+    # whether a subclass reads the drafts of the last step and their rows (with `_redraws` only)
     reads_last_drafts = False
 
     def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
@@ -69,6 +96,9 @@ class JacobiDrafting(DraftMethod):
         device = target.device
         self._initial = decoding.value("initial")
         self._coupling = decoding.value("coupling")
+        self._tau = decoding.value("tau")
+        # whether the next drafts are drawn given the last ones
+        self._redraws = self._coupling in ("maximal", "threshold")
         self._greedy = decoding.greedy
         self._line_length = target.line_length
         if self._initial == "above" and not self._line_length:
@@ -96,10 +126,10 @@ class JacobiDrafting(DraftMethod):
         self._committed = torch.zeros(batch, dtype=torch.int64, device=device)
         # how many tokens are committed, int64 [B]
         self._position = torch.zeros_like(self._committed)
-        if self._coupling == "maximal":
+        if self._redraws:
             # the distributions of the next drafts given the last ones, [B, W, V]
             self._coupled_q = torch.zeros_like(self._q)
-        if self._coupling == "maximal" and self.reads_last_drafts:
+        if self._redraws and self.reads_last_drafts:
             # the drafts of the last step, [B, W], and their distributions after it
             self._last_drafts = self._committed.new_zeros(batch, window)
             self._last_q = torch.zeros_like(self._q)
@@ -116,29 +146,44 @@ class JacobiDrafting(DraftMethod):
         self._position.fill_(1)
         self._committed.fill_(self.depth + 1)
         self._q.copy_(p[:, None])
-        if self._coupling == "maximal":
+        if self._redraws:
             self._coupled_q.copy_(self._q)
 
     def after_step(self, step: LastStep) -> None:
         """Shift the rows by the committed tokens; the last row also fills the fresh places."""
         committed = step.accepted + 1
         reused = self._shifted(committed, self.depth)
-        if self._coupling == "maximal":
+        q = step.p
+        if self._redraws:
             drafts = self._main_drafts()
             p = step.p[:, :-1]
             last_q = self._q
             if step.visit_probability is not None:
                 # The rule has read the drafts behind the last accepted one.
                 last_q = distribution_behind(p, self._q, step.visit_probability[:, :-1])
-            coupled = couple(p, last_q, drafts)
-            self._coupled_q.copy_(torch.cat([coupled, step.p[:, -1:]], dim=1)[reused])
+            redraft = self.redraft(p, last_q, drafts)
+            fresh = step.p[:, -1:]
+            q = torch.cat([redraft.q, fresh], dim=1)
+            self._coupled_q.copy_(torch.cat([redraft.coupled, fresh], dim=1)[reused])
             if self.reads_last_drafts:
                 shifted = self._shifted(committed, self.depth - 1)
                 self._last_q.copy_(last_q[shifted])
                 self._last_drafts.copy_(drafts[shifted])
-        self._q.copy_(step.p[reused])
+        self._q.copy_(q[reused])
         self._committed.copy_(committed)
         self._position.copy_(step.position)
+
+    def redraft(self, p: Tensor, q: Tensor, x: Tensor) -> Redraft:
+        """Couple the next drafts with the last ones.
+
+        Args:
+            p: The new rows, [..., V].
+            q: The distribution [..., V] of the last drafts.
+            x: The last drafts, int64 [...].
+        """
+        if self._coupling == "threshold":
+            return redraft_below(p, q, x, tau=self._tau)
+        return Redraft(couple(p, q, x), p)
 
     def draft(self, inputs: DraftInputs) -> None:
         """Draw every draft from its row. The rows stay in `_q` for verification."""
@@ -160,7 +205,7 @@ class JacobiDrafting(DraftMethod):
             is_uniform = fresh & (self._forced(last) >= 0)
         q = torch.where(is_uniform.unsqueeze(2), self._uniform, self._q)
         drawn_from = q
-        if self._coupling == "maximal":
+        if self._redraws:
             drawn_from = torch.where(is_uniform.unsqueeze(2), self._uniform, self._coupled_q)
 
         # 2. Draw.
@@ -269,9 +314,10 @@ class HybridDrafting(JacobiDrafting):
             mixture = weight * q + (1.0 - weight) * self._q[:, depth]
             q = torch.where(fresh[:, None], q, mixture)
             drawn_from = q
-            if self._coupling == "maximal":
-                coupled = couple(q, self._last_q[:, depth], self._last_drafts[:, depth])
-                drawn_from = torch.where(was_drafted[:, None], coupled, q)
+            if self._redraws:
+                redraft = self.redraft(q, self._last_q[:, depth], self._last_drafts[:, depth])
+                drawn_from = torch.where(was_drafted[:, None], redraft.coupled, q)
+                q = torch.where(was_drafted[:, None], redraft.q, q)
             self._q[:, depth] = q
             head.append(q.argmax(dim=-1) if self._greedy else sample(drawn_from, noise[:, depth]))
         tokens = torch.cat([torch.stack(head, dim=1), tokens[:, self.forwards + 1 :]], dim=1)

@@ -116,6 +116,7 @@ class ExactHybrid(Exact):
 CASES = [
     ("v2", {"coupling": "none", "initial": "uniform"}),
     ("v2", {"coupling": "maximal"}),
+    ("v2", {"coupling": "threshold"}),
     ("v2", {"coupling": "gumbel"}),
     ("v2", {"coupling": "maximal", "initial": "left", "drafted": 1, "drafter_weight": 0.25}),
     ("v3", {"coupling": "maximal"}),

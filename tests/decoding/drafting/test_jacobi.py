@@ -26,12 +26,12 @@ from lantern_bench.decoding.acceptance.traversal import distribution_behind
 from lantern_bench.decoding.acceptance.verify import accept_drafts, verify
 from lantern_bench.decoding.drafting import jacobi
 from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
-from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
+from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple, redraft_below
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.tree import DraftTree, chain
 from lantern_bench.methods.catalog import RULES
 from lantern_bench.methods.rules import tree_rule
-from tests.helpers.mistakes import drafting_mistakes, strict_without_residual
+from tests.helpers.mistakes import StoredP, drafting_mistakes, strict_without_residual
 from tests.helpers.rules import STRICT, broken
 from tests.helpers.tabular import Prefix, Setting, Tabular, verify_step
 from tests.models.families.test_forced_tokens import CODES, LINE
@@ -39,7 +39,7 @@ from tests.models.families.test_forced_tokens import Model as Lined
 
 WITHOUT_RESIDUAL = broken("without residual", strict_without_residual)
 BLOCK = ConfiguredRule(RULES["block"])
-COUPLINGS = ("none", "maximal", "gumbel")
+COUPLINGS = ("none", "maximal", "gumbel", "threshold")
 INITIALS = ("uniform", "left", "above", "row")
 SIZES = {"v2": (2, 5, 4), "v3": (3, 4, 2)}
 """Vocabulary, tokens of an image, window."""
@@ -438,7 +438,7 @@ def test_enumerated_images_follow_the_target(size: str, coupling: str, initial: 
 
 
 @pytest.mark.usefixtures("_double")
-@pytest.mark.parametrize("coupling", ["none", "maximal"])
+@pytest.mark.parametrize("coupling", ["none", "maximal", "threshold"])
 def test_enumerated_images_with_filters_follow_the_target(coupling: str) -> None:
     setting = Setting(temperature=0.9, top_k=2, cfg_scale=1.5)
     assert Exact((3, 4, 3), {"coupling": coupling}, setting=setting).error() < 1e-12
@@ -581,6 +581,8 @@ class CalledUniform(JacobiDrafting):
     ("drafting", "values", "rule", "least"),
     [
         (KeptDraft, {"coupling": "maximal"}, None, 0.05),
+        (StoredP, {"coupling": "threshold"}, None, 0.01),
+        (StoredP, {"coupling": "threshold", "tau": 0.9}, None, 0.005),
         (CalledUniform, {"initial": "left"}, None, 0.1),
         (JacobiDrafting, {}, WITHOUT_RESIDUAL, 0.03),
     ],
@@ -609,7 +611,59 @@ def test_enumeration_sees_what_is_broken_in_the_published_scd(published_forms: A
     assert sum(errors) / len(errors) > 0.005
 
 
+@pytest.mark.usefixtures("_double")
+def test_enumeration_sees_what_is_broken_in_the_published_sjd_plus_plus(
+    published_forms: Any,
+) -> None:
+    """Its rows are at fault, whichever drafts a threshold keeps."""
+    values = {"drafting": "sjdpp-published"}
+    errors = [
+        Exact(
+            size=SIZES["v2"],
+            values=values,
+            seed=seed,
+            drafting=published_forms.PublishedSjdPlusPlus,
+        ).error()
+        for seed in (1, 2, 3)
+    ]
+    print(f"published SJD++: TV {errors}")
+    assert sum(errors) / len(errors) > 0.005
+
+
 # ---- coupling
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("tau", [0.05, 0.9, 2.0])
+@pytest.mark.parametrize("size", SIZES)
+def test_enumerated_images_follow_the_target_with_any_threshold(size: str, tau: float) -> None:
+    values = {"coupling": "threshold", "tau": tau}
+    assert Exact(SIZES[size], values, seed=3).error() < 1e-12
+
+
+@pytest.mark.parametrize(("is_published", "wanted"), [(False, 1 / 2), (True, 7 / 12)])
+def test_the_smallest_counterexample_of_the_published_threshold(
+    is_published: bool, wanted: float
+) -> None:
+    """q (1/2, 1/2), new row (3/4, 1/4), p (1/2, 1/2), tau 1/2: P(0) of section 8.9."""
+    q = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    row = torch.tensor([0.75, 0.25], dtype=torch.float64)
+    redraft = redraft_below(row.expand(2, 2), q.expand(2, 2), torch.arange(2), tau=0.5)
+    drawn = q @ redraft.coupled
+    assert torch.equal(drawn, redraft.q[0])
+    verified_with = row if is_published else redraft.q[0]
+    accepted = drawn * (q / verified_with).clamp_max(1.0)
+    residual = (q - verified_with).clamp_min(0.0)
+    emitted = accepted + (1.0 - accepted.sum()) * residual / residual.sum()
+    assert float(emitted[0]) == pytest.approx(wanted)
+
+
+def test_a_tau_without_its_coupling_is_refused() -> None:
+    assert jacobi_decoding(coupling="threshold", tau=0.9).cell_id == (
+        "sjd-jacobi-w16-row-threshold0.9-t1"
+    )
+    with pytest.raises(ParameterError, match="coupling maximal has no tau; write coupling"):
+        jacobi_decoding(coupling="maximal", tau=0.9)
 
 
 @pytest.mark.parametrize("seed", range(5))

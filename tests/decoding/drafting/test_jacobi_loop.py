@@ -24,6 +24,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"mode": "sjd", "window": WINDOW, "coupling": "none"}, "draft kept, with the new q"),
     ({"mode": "sjd", "window": WINDOW, "coupling": "maximal"}, "uniform number used again"),
     ({"mode": "sjd", "window": WINDOW, "coupling": "maximal"}, "old q kept with a draft"),
+    ({"mode": "sjd++", "window": WINDOW}, "verified with the new p, as published"),
     ({"mode": "sjd", "window": WINDOW, "coupling": "gumbel"}, "noise kept by place in the window"),
     ({"mode": "sjd", "window": WINDOW, "coupling": "gumbel"}, "old q kept with a draft"),
     ({"mode": "hybrid", "window": WINDOW}, "old q kept with a draft"),

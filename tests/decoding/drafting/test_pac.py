@@ -139,6 +139,7 @@ WAYS: list[dict[str, Any]] = [
     {"coupling": "none"},
     {"coupling": "maximal"},
     {"coupling": "maximal", "initial": "left"},
+    {"coupling": "threshold"},
     {"coupling": "maximal", "initial": "row", "branching": 1},
 ]
 

@@ -1,4 +1,4 @@
-"""Rows of SCD and SJD-PAC as their authors coded them, which is not lossless. No torch."""
+"""Rows of SCD, SJD-PAC and SJD++ as published, which is not lossless. No torch."""
 
 from dataclasses import replace
 
@@ -38,4 +38,24 @@ SJD_PAC = replace(
     lookahead={},
     problem=problem,
     legend="SJD-PAC, published",
+)
+
+
+def threshold_problem(values):
+    """Return the key and the sentence of a coupling in which the published form does not differ."""
+    if values["coupling"] != "threshold":
+        return "coupling", "the published form differs only with coupling threshold"
+    return DRAFTINGS["jacobi"].problem(values)
+
+
+SJD_PLUS_PLUS = replace(
+    DRAFTINGS["jacobi"],
+    name="sjdpp-published",
+    make="published_forms.draftings:PublishedSjdPlusPlus",
+    about="SJD++ as published, not lossless",
+    defaults={"window": 16, "initial": "uniform", "coupling": "threshold"},
+    lossless=False,
+    lookahead={},
+    problem=threshold_problem,
+    legend="SJD++, published",
 )

@@ -1,8 +1,9 @@
 """Jacobi drafting as its authors coded it where that is not lossless, for comparison and audit.
 
 SCD: arXiv 2510.24211 and github.com/junhyukso/SCD, its code for Lumina and Janus. SJD-PAC: arXiv
-2603.18599 and github.com/KangJialiang/SJD-PAC at 4fbc099. docs/algorithms.md, sections 8.2 and 8.3,
-have the smallest examples that show the difference.
+2603.18599 and github.com/KangJialiang/SJD-PAC at 4fbc099. SJD++: arXiv 2512.07503, as its paper has
+it. docs/algorithms.md, sections 8.2, 8.3 and 8.9, have the smallest examples that show the
+difference.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lantern_bench.decoding.acceptance.verify import (
     verdict_of,
 )
 from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
-from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
+from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, Redraft, couple
 from lantern_bench.decoding.drafting.pac import PacDrafting
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import sample
@@ -43,6 +44,14 @@ class PublishedScd(JacobiDrafting):
         stays = (source < self.depth) & (x == self._last_drafts[:, :, None])
         q = torch.where(source > self.depth, (self._codes == x).float(), self._q)
         self._q.copy_(torch.where(stays, self._last_q, q))
+
+
+class PublishedSjdPlusPlus(JacobiDrafting):
+    """SJD++: drafts that stayed by a threshold are verified as draws from the new row p."""
+
+    def redraft(self, p: Tensor, q: Tensor, x: Tensor) -> Redraft:
+        """Draw as with `coupling: threshold`, and store p."""
+        return super().redraft(p, q, x)._replace(q=p)
 
 
 class PublishedSjdPac(PacDrafting):
