@@ -17,6 +17,7 @@ from lantern_bench.cli.console import Console
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.models.registry import defaults_of
 from lantern_bench.report.format_tables import readable
+from lantern_bench.storage.schema import without_unused
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.progress import Note, ProgressEvent, heard_by, slow_task
 from lantern_bench.utils.text import duration
@@ -66,7 +67,7 @@ def console(
 def test_a_pipe_gets_csv_and_a_terminal_a_table(summary):
     piped, out, err = console()
     piped.table(summary, "summary")
-    assert pd.read_csv(io.StringIO(out.getvalue())).shape == summary.shape
+    assert pd.read_csv(io.StringIO(out.getvalue())).shape == without_unused(summary).shape
     assert err.getvalue() == ""
     drawn, out, _ = console(terminal=True)
     drawn.table(summary, "summary", title="a run")
@@ -91,8 +92,8 @@ def test_a_terminal_breaks_lines_between_words(monkeypatch):
         assert all(len(line) <= 40 or path in line for line in written.splitlines())
 
 
-def test_the_summary_of_the_default_sweep_fits_112_columns(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "112")
+def test_the_summary_of_the_default_sweep_fits_120_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     records = []
     for cell in load_experiment("lanterns", defaults_of).cells:
         walks = [[]] * 6 if cell.decoding.mode == "ar" else [[0, 1], [0, -1], [-1]]
@@ -169,8 +170,8 @@ def test_json_keeps_figures_and_gaps(summary):
     written.table(summary, "summary")
     rows = json.loads(out.getvalue())
     assert rows[1]["speedup"] == pytest.approx(summary["speedup"].iloc[1], rel=1e-12)
-    assert rows[0]["fid"] is None
-    assert list(rows[0]) == list(summary.columns)
+    assert rows[0]["argmax_mismatch"] is None
+    assert list(rows[0]) == list(without_unused(summary).columns)
 
 
 def test_markdown_and_latex(summary):

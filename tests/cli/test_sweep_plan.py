@@ -50,11 +50,11 @@ def test_the_default_plan(capsys, here):
     written = capsys.readouterr()
     listed = pd.read_csv(io.StringIO(written.out))
     assert listed["cell"].tolist()[:2] == ["ar-t1", "ar-t0"]
-    assert len(listed) == 12
+    assert len(listed) == 14
     assert set(listed["images"]) == {6}
     assert set(listed["done"]) == {0}
     assert "run: results/lanterns-" in written.err
-    assert "72 to do" in written.err
+    assert "84 to do" in written.err
     assert "unknown" in written.err
     assert list(here.iterdir()) == []
 
@@ -84,8 +84,8 @@ def test_a_decimal_comma_is_said_to_be_a_list(capsys):
 @pytest.mark.parametrize(
     ("typed", "cells"),
     [
-        (["--modes", "lantern", "--delta", "0.01,0.1", "--delta", "0.2"], 7),
-        (["--modes", "lantern++", "--lambda", "2,3", "--neighbours", "5,10"], 5),
+        (["--modes", "lantern", "--delta", "0.01,0.1", "--delta", "0.2"], 10),
+        (["--modes", "lantern++", "--lambda", "2,3", "--neighbours", "5,10"], 9),
         (["--modes", "speculative", "--no-baseline", "--temperature", "1"], 4),
         (
             [
@@ -103,7 +103,7 @@ def test_a_decimal_comma_is_said_to_be_a_list(capsys):
         (["--modes", "ar", "--set", "temperature=0.5,0.9"], 2),
         (
             ["--modes", "lantern", "--delta", "0.1", "--nodes", "8", "--depth", "3", "--beam", "4"],
-            3,
+            4,
         ),
         (
             [
@@ -120,7 +120,7 @@ def test_a_decimal_comma_is_said_to_be_a_list(capsys):
             ],
             2,
         ),
-        (["--modes", "lantern++", "--residual", "official", "--lambda", "2"], 2),
+        (["--modes", "lantern++", "--residual", "official", "--lambda", "2"], 3),
     ],
 )
 def test_flags_make_grids(capsys, typed, cells):

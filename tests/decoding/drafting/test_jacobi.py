@@ -490,7 +490,7 @@ class KeptOldQ(JacobiDrafting):
 
 BROKEN_BLOCK: dict[str, Any] = {
     mistake.name: mistake.make
-    for mistake in drafting_mistakes(jacobi_decoding(rule="block", coupling="maximal"))
+    for mistake in drafting_mistakes(jacobi_decoding(rule="block", initial="uniform", coupling="maximal"))
 }
 BROKEN_BLOCK["old q kept with a draft"] = KeptOldQ
 
@@ -501,7 +501,7 @@ def test_enumeration_sees_mistakes_of_block_walks_over_coupled_drafts(mistake: s
     errors = [
         Exact(
             size=BLOCK_SIZES["v2"],
-            values={"coupling": "maximal"},
+            values={"initial": "uniform", "coupling": "maximal"},
             seed=seed,
             drafting=BROKEN_BLOCK[mistake],
             rule=BLOCK,

@@ -196,7 +196,7 @@ class CoupledToRows(PacDrafting):
 
 @pytest.mark.usefixtures("_double")
 def test_enumeration_rejects_traversal_that_is_coupled_with_the_rows() -> None:
-    values = VALUES | {"coupling": "maximal", "branching": 1}
+    values = VALUES | {"initial": "uniform", "coupling": "maximal", "branching": 1}
     errors = [
         ExactPac((2, 5, 4), values, seed, CoupledToRows, TRAVERSAL).error() for seed in (1, 2)
     ]
@@ -365,7 +365,7 @@ def test_the_published_form_ends_a_whole_window_with_a_uniform_token(published_f
 
 @pytest.mark.usefixtures("published_forms")
 def test_ids_name_what_is_not_the_default() -> None:
-    assert pac_decoding().cell_id == "sjd-pac-pac-w16x3x2-maximal-t1"
+    assert pac_decoding().cell_id == "sjd-pac-pac-w16x3x2-row-maximal-t1"
     published = pac_decoding(drafting="sjd-pac-published", window=45, candidates=4)
     assert published.cell_id == "sjd-pac-sjd-pac-published-w45x4x2-maximal-t1"
     assert Decoding("scd", drafting="scd-published").cell_id == "scd-scd-published-w16-maximal-t1"
@@ -377,7 +377,7 @@ def test_rules_that_look_ahead_and_forms_without_a_difference_are_refused() -> N
     for coupling in ("none", "maximal"):
         with pytest.raises(ParameterError, match=refused):
             pac_decoding(rule="traversal", coupling=coupling)
-    with pytest.raises(ParameterError, match="pac w16x3x1-gumbel does not give"):
+    with pytest.raises(ParameterError, match="pac w16x3x1-row-gumbel does not give"):
         pac_decoding(rule="traversal", coupling="gumbel", branching=1)
     for coupling in ("none", "maximal"):
         decoding = pac_decoding(rule="traversal", coupling=coupling, branching=1)
