@@ -31,7 +31,7 @@ from scripts.docs import results_format as make_results_format
 ROOT = Path(__file__).parents[2]
 MANIFESTS = sorted((ROOT / "results" / "reference").rglob("manifest.json"))
 # Runs of experiments that have other cells today.
-OUTDATED = {"distance", "quality"}
+OUTDATED = {"quality"}
 # Figures of other papers, of a long test (tests/metrics/test_constructions.py) and of old engines.
 NOT_OF_RUNS = {
     "algorithms.md": {"0.122 [", "0.131 [", "0.105 [", "0.074 [", "0.045 ["},
