@@ -490,7 +490,9 @@ class KeptOldQ(JacobiDrafting):
 
 BROKEN_BLOCK: dict[str, Any] = {
     mistake.name: mistake.make
-    for mistake in drafting_mistakes(jacobi_decoding(rule="block", initial="uniform", coupling="maximal"))
+    for mistake in drafting_mistakes(
+        jacobi_decoding(rule="block", initial="uniform", coupling="maximal")
+    )
 }
 BROKEN_BLOCK["old q kept with a draft"] = KeptOldQ
 
