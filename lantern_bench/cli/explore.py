@@ -13,7 +13,15 @@ from lantern_bench.config.settings import Overrides
 
 _SHOWN = 5  # settings of the table in the terminal
 # only in the file
-_NOT_SHOWN = ["acceptance_by_depth", "surprise", "impossible", "step_ms", "dominated"]
+_NOT_SHOWN = [
+    "acceptance_by_depth",
+    "surprise",
+    "surprise_low",
+    "surprise_high",
+    "impossible",
+    "step_ms",
+    "dominated",
+]
 
 
 @with_flags(EXPERIMENT_FLAGS)
