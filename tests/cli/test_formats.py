@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lantern_bench.checks import certification, doctor
+from lantern_bench.checks import certification, doctor, trials
 from lantern_bench.checks.doctor import Finding
 from lantern_bench.cli import main as cli
 from lantern_bench.cli.console import FORMATS
@@ -138,6 +138,8 @@ def test_a_table_in_all_formats(
     monkeypatch.setenv(RESULTS_VARIABLE, str(runs))
     monkeypatch.setattr(certification, "certify", once(certification.certify))
     monkeypatch.setattr(step_costs, "measure", once(step_costs.measure))
+    few = dict(list(trials.table_decodings().items())[:2])
+    monkeypatch.setattr(trials, "table_decodings", lambda: few)
     registered = registry.models()
     tiny = TinyModel()
     monkeypatch.setattr(registry, "models", lambda: registered | {"tiny": tiny})

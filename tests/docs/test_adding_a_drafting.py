@@ -43,6 +43,7 @@ def test_an_outside_drafting_is_swept_and_certified(tmp_path: Path) -> None:
         ["curves", "run"],
         ["certify", "tiny", "--power", "--out", "certificate"],
         path=EXAMPLE,
+        ONLY_TABLES_OF="echo",
     )
     assert done.returncode == 0, done.stderr
     speed = {row["cell_id"]: row for row in rows(tmp_path / "run" / "speed.csv")}

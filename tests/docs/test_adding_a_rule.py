@@ -34,10 +34,11 @@ EXAMPLE = ROOT / "tests" / "examples" / "distance_rule"
 
 
 def run(
-    folder: Path, *commands: list[str], path: Path = EXAMPLE
+    folder: Path, *commands: list[str], path: Path = EXAMPLE, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
+        **variables,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(path)]),
         "PYTHONDONTWRITEBYTECODE": "1",
     }

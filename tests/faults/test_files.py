@@ -17,6 +17,10 @@ import pytest
 from lantern_bench.storage.records import read_lines
 from tests.faults.child import IMAGES
 from tests.faults.conftest import SWEEP, Bench, Outcome
+from tests.helpers.tiny_model import PROMPTS
+
+# Several commands in processes of their own, on machines that may be busy.
+pytestmark = pytest.mark.timeout(1200)
 
 Tokens = dict[str, str]
 
@@ -178,7 +182,7 @@ def test_damaged_table(bench: Bench, expected: Tokens, outcome: Outcome) -> None
 
 def test_a_second_writer(bench: Bench, expected: Tokens, outcome: Outcome) -> None:
     """A second writer of a run, and the lock of a killed one"""
-    first = bench.start([*SWEEP, "run"], TINY_SLEEP="2")
+    first = bench.start([*SWEEP, "run"], TINY_HANG=PROMPTS[1])  # it never ends by itself
     first.until(lambda: bench.lines("run") >= 1)
     code, output = bench.sweep("run")
     assert code == 3

@@ -15,6 +15,9 @@ from lantern_bench.storage.run_directory import read_manifest, read_records
 from tests.faults.conftest import SWEEP, Bench
 from tests.helpers.tiny_model import PROMPTS
 
+# Workers start one after the other, and each imports the package anew.
+pytestmark = pytest.mark.timeout(1200)
+
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
