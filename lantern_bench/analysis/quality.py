@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import pandas as pd
@@ -38,6 +39,7 @@ class ProtocolScores(NamedTuple):
 
     image: dict[str, Row]  # by record key
     cell: dict[str, Row]  # by cell id
+    category: dict[tuple[str, str], Row]  # by cell id and category, of scorers without images' own
     ar_spread: dict[str, Row]  # by cell id
 
 
@@ -52,7 +54,10 @@ def sort_scores(rows: Iterable[Row]) -> dict[str, ProtocolScores]:
         level = row["level"]
         if level == "tokens":
             continue
-        scores = protocols.setdefault(row["protocol"], ProtocolScores({}, {}, {}))
+        scores = protocols.setdefault(row["protocol"], ProtocolScores({}, {}, {}, {}))
+        if level == "category":
+            scores.category[row["cell_id"], row["category"]] = row
+            continue
         key = row["record_key"] if level == "image" else row["cell_id"]
         getattr(scores, level)[key] = row if level == "image" else _without_small_kid(row)
     return dict(sorted(protocols.items()))
@@ -74,7 +79,7 @@ def quality_rows(
 ) -> list[Row]:
     """Return the rows of a cell in `quality.csv`, one for each protocol that scored it.
 
-    A cell that no protocol scored has one row.
+    A cell that no protocol scored has one row. Official scorers add a row for each category.
 
     Args:
         cell: The cell.
@@ -100,13 +105,15 @@ def quality_rows(
         if not images and cell.cell_id not in of_protocol.cell:
             continue
         row = common | {"protocol": protocol} | _scored(cell, of_protocol, images)
-        if base is not None:
-            family = _sets_of_ar(base, cells)
+        family = [] if base is None else _sets_of_ar(base, cells)
+        if family:
             spread = _ar_spread(cell, family, of_protocol)
             note = join_notes([row["note"], spread.get("note")])
             row |= spread | _differences(cell, family, of_protocol) | {"note": note}
         note = join_notes([row["note"], of_tokens.get("note"), emitted.note])
         rows.append(row | of_tokens | {"note": note})
+        of_cell = {**cell.columns, "output": cell.output, "protocol": protocol}
+        rows += [of_cell | row for row in _category_rows(cell, family, of_protocol)]
     if not rows:
         note = "pictures not scored" if of_tokens else "not scored"
         note = join_notes([note, of_tokens.get("note"), emitted.note])
@@ -155,6 +162,28 @@ def _scored(cell: CellRecords, scores: ProtocolScores, images: Sequence[Row]) ->
     for name in OF_IMAGES:
         row |= ratio_of_images(scored_images(cell, scores, name)).columns(name)
     return row
+
+
+def _category_rows(
+    cell: CellRecords, family: Sequence[CellRecords], scores: ProtocolScores
+) -> Iterator[Row]:
+    """Yield what a row of each category has beside the columns of the cell and the protocol."""
+    own = [scores.image.get(key, {}) for key in cell.images["record_key"]]
+    categories = Counter(row["category"] for row in own if row.get("category") is not None)
+    for category, images in sorted(categories.items()):
+        # The scores of the images of one category, in all cells.
+        of_category = {
+            key: row for key, row in scores.image.items() if row.get("category") == category
+        }
+        part = scores._replace(image=of_category)
+        row: Row = {"category": category, "images": images}
+        for name in OF_IMAGES:
+            row |= ratio_of_images(scored_images(cell, part, name)).columns(name)
+        yield row | (_differences(cell, family, part) if family else {})
+    for (cell_id, category), scored in scores.category.items():
+        if cell_id == cell.cell_id:
+            figures = {name: scored.get(name) for name in OF_IMAGES}
+            yield {"category": category, "images": scored["n"], **figures}
 
 
 def _sets_of_ar(base: CellRecords, cells: Sequence[CellRecords]) -> list[CellRecords]:
@@ -229,9 +258,16 @@ def scored_images(cell: CellRecords, scores: ProtocolScores, name: str) -> pd.Da
         name: The metric.
 
     Returns:
-        Columns `figure` and `denominator`, its denominator 1, indexed by `prompt_id` and `repeat`.
+        Columns `figure` and `denominator`, indexed by `prompt_id` and `repeat`. The denominator is
+        1, or the weight of the image where the figure is the mean over categories.
     """
     keys = cell.images["record_key"]
-    figures = [scores.image.get(key, {}).get(name) for key in keys]
+    rows = [scores.image.get(key, {}) for key in keys]
+    figures = [row.get(name) for row in rows]
     table = pd.DataFrame({"figure": figures, "denominator": 1.0}, keys.index, dtype=float)
+    if METRICS[name].by_category:
+        categories = pd.Series([row.get("category") for row in rows], keys.index)
+        sizes = categories.map(categories.value_counts())
+        weights = sizes.count() / (categories.nunique() * sizes.astype(float))
+        table = table.mul(weights, axis="index")
     return table.dropna()

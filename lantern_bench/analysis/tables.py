@@ -175,11 +175,13 @@ def quality_with_speed(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Return the rows of the table `quality`, each with the speed of its cell.
 
     `images`, `failed` and `note` are taken from `speed`; the columns of `quality` with these names
-    become `quality_images` and `quality_note`.
+    become `quality_images` and `quality_note`. Rows of categories are left out.
     """
     key = ["cell_id", "model"]
     speed = tables["speed"]
-    quality = tables["quality"].rename(columns={"images": "quality_images", "note": "quality_note"})
+    quality = tables["quality"]
+    quality = quality[quality["category"].isna()]
+    quality = quality.rename(columns={"images": "quality_images", "note": "quality_note"})
     in_both = [name for name in speed if name in quality and name not in key]
     return quality.drop(columns=in_both).merge(speed, on=key)
 

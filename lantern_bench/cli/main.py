@@ -22,6 +22,7 @@ from lantern_bench import __version__
 from lantern_bench.cli.checks import certify, check_model, check_run, doctor
 from lantern_bench.cli.console import Console
 from lantern_bench.cli.explore import explore
+from lantern_bench.cli.external import export, import_scores
 from lantern_bench.cli.generate import generate
 from lantern_bench.cli.models import models, weights
 from lantern_bench.cli.options import Command, command_group, complete_names
@@ -55,7 +56,7 @@ app.command(cls=Command, epilog=_EXAMPLES, rich_help_panel="Run")(sweep)
 app.command("reproduce", cls=Command, help=REPRODUCE_HELP, rich_help_panel="Run")(sweep)
 _COMMANDS = {
     "Run": (explore, generate, experiments, merge),
-    "Read": (show, curves, report, compare, recommend, predict, score),
+    "Read": (show, curves, report, compare, recommend, predict, score, export, import_scores),
     "Check": (certify, check_model, check_run, doctor, profile),
     "Models": (models,),
 }

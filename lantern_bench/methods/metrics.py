@@ -21,7 +21,7 @@ class Metric:
     """A quality metric.
 
     Metrics of tokens are made of one set of sums (metrics/token_sums.py), metrics of drafts are
-    columns of the records. Both have no function.
+    columns of the records, and results of official scorers are imported. They have no function.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # of rows in metrics.toml
@@ -64,6 +64,8 @@ class Metric:
     needs_features: bool = True
     # whether it uses the extractor of the protocol's manifold
     is_manifold: bool = False
+    # whether the figure of a cell is the mean over the categories of its images
+    by_category: bool = False
     # columns beside the figure: name, type, unit, meaning
     extras: tuple[tuple[str, str, str, str], ...] = ()
 

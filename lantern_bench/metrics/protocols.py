@@ -82,9 +82,10 @@ NETWORK_FILES = _SHIPPED.files
 PROTOCOLS = {protocol.name: protocol for protocol in _SHIPPED.protocol}
 
 _MEASURED = set[str]().union(*(protocol.metrics for protocol in _SHIPPED.protocol))
-# An image metric outside all shipped protocols gets a protocol with the metric's name.
+# An image metric outside all shipped protocols gets a protocol with the metric's name. Official
+# scorers, which have no function here, are imported.
 for _metric in OF_IMAGES:
-    if _metric not in _MEASURED:
+    if _metric not in _MEASURED and METRICS[_metric].load:
         _name = _metric.replace("_", "-")
         PROTOCOLS[_name] = Protocol(
             name=_name, version=1, about=METRICS[_metric].meaning, metrics=(_metric,)

@@ -1,0 +1,176 @@
+"""Pictures of a run in the layouts that official scorers read: GenEval, DPG-Bench, and a folder.
+
+These scorers leave out what is missing without a word, so an incomplete run is refused.
+`official_scores.py` reads their results. docs/quality.md describes both.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lantern_bench.storage.pictures import read_rgb
+from lantern_bench.storage.records import rows_of
+from lantern_bench.storage.run_directory import load_runs
+from lantern_bench.storage.schema import Row
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.files import check_writable, write_file
+
+LAYOUTS = ("geneval", "dpg", "folder")
+PICTURES_PER_PROMPT = 4  # of published scores, by both scorers
+
+
+@dataclass(frozen=True)
+class ExportedPrompt:
+    """A prompt of one cell."""
+
+    number: int  # in the order of the run, from 0, the same in all cells
+    text: str
+    metadata: Mapping[str, Any]
+    records: Sequence[Row]  # of its finished images, in order of their repeats
+
+    def files(self, layout: str, count: int) -> dict[str, Sequence[Row]]:
+        """Return the pictures in the folder of the cell, with the records that each shows.
+
+        Args:
+            layout: One of `LAYOUTS`.
+            count: How many images of a prompt a scorer reads. A plain folder gets all.
+
+        Raises:
+            UserError: The prompt lacks the id that names its picture.
+        """
+        if layout == "dpg":
+            return {f"{self._item()}.png": self.records[:count]}
+        form = "{:05d}/samples/{:04d}.png"
+        if layout == "folder":
+            form = "{:05d}-{:04d}.png"
+            count = len(self.records)
+        return {
+            form.format(self.number, place): [record]
+            for place, record in enumerate(self.records[:count])
+        }
+
+    def _item(self) -> str:
+        """The id of the prompt. The scorer reads names up to the first dot."""
+        item = str(self.metadata.get("item_id", self.metadata.get("id", "")))
+        if not item or not set("./\\,").isdisjoint(item):
+            raise UserError(
+                f"--layout dpg: {item!r} is no id of DPG-Bench, of the prompt {self.text[:60]!r}",
+                "Decode its prompts: sweep --prompts with its folder or its dpg_bench.csv.",
+            )
+        return item
+
+
+def prompts_by_cell(records: Iterable[Row]) -> dict[str, list[ExportedPrompt]]:
+    """Return the prompts of each cell. All cells have all prompts, in the order of the run.
+
+    A text that stands twice in the prompt file is two prompts.
+    """
+    firsts: dict[Any, Row] = {}
+    images: dict[Any, list[Row]] = defaultdict(list)
+    for record in sorted(records, key=lambda record: record["order_index"]):
+        name = (record["prompt_source"], record["prompt_id"])
+        firsts.setdefault(name, record)
+        of_cell = images[record["cell_id"], name]
+        if record["status"] == "ok" and record["image"]:
+            of_cell.append(record)
+    return {
+        cell_id: [
+            ExportedPrompt(
+                number=number,
+                text=first["prompt"],
+                metadata=first["prompt_metadata"] or {},
+                records=sorted(images[cell_id, name], key=lambda record: record["repeat"]),
+            )
+            for number, (name, first) in enumerate(firsts.items())
+        ]
+        for cell_id in dict.fromkeys(cell_id for cell_id, _ in list(images))
+    }
+
+
+def pictures_per_prompt(cells: Mapping[str, Sequence[ExportedPrompt]]) -> int:
+    """Return how many pictures of each prompt scorers get: four, or what all prompts have."""
+    counts = [min(len(prompt.records) for prompt in prompts) for prompts in cells.values()]
+    return min(PICTURES_PER_PROMPT, *counts)
+
+
+def export_run(folder: Path, out: Path, layout: str) -> int:
+    """Write the pictures of a run, one folder for each cell.
+
+    Args:
+        folder: The run directory.
+        out: The folder to write, which must not exist.
+        layout: One of `LAYOUTS`.
+
+    Returns:
+        How many pictures of each prompt a scorer reads.
+
+    Raises:
+        UserError: The prompts lack what the layout needs, or `out` exists or cannot be written.
+        RefusedError: Images or pictures of the run are missing.
+    """
+    if out.exists():
+        raise UserError(f"DIR {out}: exists already", "Give a new folder.")
+    check_writable(out, "DIR")
+    (run,) = load_runs([folder]).values()
+    if run.incomplete:
+        raise RefusedError(f"{folder}: {run.incomplete}", "Scorers do not see what is missing.")
+    cells = prompts_by_cell(rows_of(run.records))
+    count = pictures_per_prompt(cells)
+
+    # Renamed when it is complete: a partial folder would be scored without a word.
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        for cell_id, prompts in cells.items():
+            for prompt in prompts:
+                _write_prompt(prompt, layout, run=folder, folder=partial / cell_id, count=count)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return count
+
+
+def _write_prompt(
+    prompt: ExportedPrompt, layout: str, *, run: Path, folder: Path, count: int
+) -> None:
+    if layout == "geneval":
+        if not {"tag", "include"} <= prompt.metadata.keys():
+            raise UserError(
+                f"--layout geneval: the prompt {prompt.text[:60]!r} has no tag and include",
+                "Decode the prompts of GenEval: sweep --prompts evaluation_metadata.jsonl",
+            )
+        line = json.dumps({**prompt.metadata, "prompt": prompt.text})
+        write_file(folder / f"{prompt.number:05d}" / "metadata.jsonl", line.encode() + b"\n")
+    for name, records in prompt.files(layout, count).items():
+        path = folder / name
+        if path.exists():
+            raise UserError(
+                f"--layout {layout}: two prompts have the id {path.stem}", "Rename one."
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pictures = [run / record["image"] for record in records]
+        if layout == "dpg":
+            _write_grid(pictures, path)
+        else:
+            shutil.copyfile(pictures[0], path)
+        if layout == "folder":
+            write_file(path.with_suffix(".txt"), prompt.text.encode() + b"\n")
+
+
+def _write_grid(pictures: Sequence[Path], path: Path) -> None:
+    """Write up to four pictures in two rows: the first ones stand above."""
+    from PIL import Image
+
+    opened = [read_rgb(picture) for picture in pictures]
+    width, height = opened[0].size
+    grid = Image.new("RGB", (2 * width, 2 * height))
+    for number, picture in enumerate(opened):
+        row, column = divmod(number, 2)
+        grid.paste(picture, (column * width, row * height))
+    grid.save(path)
