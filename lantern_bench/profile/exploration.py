@@ -234,7 +234,11 @@ def walked(
 
         def progress(fraction: float, start: int = start, count: int = len(tasks)) -> None:
             done = start + fraction * count
-            emit(ProgressEvent(f"walk of {len(settings)} settings", done, len(images)))
+            emit(
+                ProgressEvent(
+                    f"walk of {len(settings)} settings along {walk.cell_id}", done, len(images)
+                )
+            )
 
         path = folder / "walks" / f"{_key(model, [walk, *settings], tasks)}.npz"
         if not path.is_file():

@@ -106,8 +106,8 @@ class _Part:
 
     # None: the tree of the walk itself
     shape: StaticTree | None
-    # its nodes in the tree of the walk, int64 [m]
-    nodes: Tensor
+    # its nodes in the tree of the walk, int64 [m]; all, if it is this tree
+    nodes: Tensor | slice
     # by index
     settings: Sequence[int]
 
@@ -134,7 +134,7 @@ class _ScoredNodes(NamedTuple):
     # in which block of the image the token behind is; 0 for forced tokens, [B, M, blocks]
     in_block: Tensor
 
-    def at(self, nodes: Tensor) -> _ScoredNodes:
+    def at(self, nodes: Tensor | slice) -> _ScoredNodes:
         """Return some of the nodes."""
         return _ScoredNodes(*(values[:, nodes] for values in self))
 
@@ -311,8 +311,7 @@ def _parts(walk: Decoding, settings: Sequence[Decoding], device: torch.device) -
     number = {path: node for node, path in enumerate([(), *walk.paths])}
     for paths, indices in by_tree.items():
         if paths == walk.paths:
-            every = torch.arange(1 + walk.draft_nodes, device=device)
-            yield _Part(shape=None, nodes=every, settings=indices)
+            yield _Part(shape=None, nodes=slice(None), settings=indices)
         else:
             nodes = torch.tensor([0, *(number[path] for path in paths)], device=device)
             yield _Part(shape=StaticTree.of(paths, device), nodes=nodes, settings=indices)

@@ -29,6 +29,7 @@ cells:
   - {mode: speculative, drafting: static, rule: traversal, tree: small-7}
   - {mode: lantern, drafting: static, tree: [chain-4, small-7], neighbours: 3, delta: [0.1, 0.4]}
   - {mode: lantern, nodes: 6, depth: 2, beam: 2, neighbours: 3, delta: 0.2}
+  - {mode: lantern, nodes: 2, depth: 1, beam: 3, neighbours: 3, delta: 0.2}
   - {mode: cool-sd, tree: chain-3, strength: 1.5, temperature: 0.9}
 """
 
@@ -50,9 +51,9 @@ def test_every_cell_is_predicted_beside_the_strict_rule_on_its_tree(
 ) -> None:
     assert cli.main(["explore", str(grid), "--out", "out", "--images", "5", "--verify", "0"]) == 0
     table = surface("out")
-    assert set(table["tree"]) == {"chain-3", "chain-4", "small-7", "6n2d2b"}
-    # 11 cells, and the strict rule on small-7, on the dynamic tree and at the other temperature
-    assert len(table) == 14
+    assert set(table["tree"]) == {"chain-3", "chain-4", "small-7", "6n2d2b", "2n1d3b"}
+    # 12 cells, and the strict rule on small-7, on both dynamic trees and at the other temperature
+    assert len(table) == 16
     assert (table["images"] == 5).all()
     assert (table["mean_accepted_length"] > 1).all()
     assert table["predicted_speedup"].notna().all()
@@ -68,6 +69,7 @@ def test_every_cell_is_predicted_beside_the_strict_rule_on_its_tree(
         assert {f"{name}.png", f"{name}.svg", f"{name}.pdf", f"{name}.csv"} <= figures
     drawn = pd.read_csv("out/figures/acceptance-rate-by-delta.csv")
     assert drawn.groupby("tree")["delta"].nunique().to_dict() == {
+        "2n1d3b": 1,
         "6n2d2b": 1,
         "chain-4": 2,
         "small-7": 2,
@@ -97,7 +99,7 @@ def test_a_finished_walk_is_not_walked_again(grid: Path, monkeypatch: pytest.Mon
     assert cli.main(command) == 0
     whole = surface("out")
     parts = sorted(Path("out/walks").iterdir())
-    assert len(parts) == 4  # two groups, two images at once
+    assert len(parts) == 6  # three groups, two images at once
     parts[0].unlink()
     walks = []
 
@@ -130,7 +132,7 @@ def test_the_best_settings_are_swept_beside_their_predictions(grid: Path) -> Non
     typed = ["--max-distance", "1", "--verify", "20", "--images", "6", "--modes", "lantern"]
     assert cli.main(["explore", str(grid), "--out", "out", *typed]) == 0
     table = pd.read_csv("out/verified.csv").set_index("cell_id")
-    assert len(table) == len(surface("out")) == 8  # five relaxed settings and three strict ones
+    assert len(table) == len(surface("out")) == 10  # six relaxed settings and four strict ones
     swept = lantern_bench.load_run("out/verified")
     assert set(swept.cells) == {"ar-t1", *table.index}
     measured = swept.speed.set_index("cell_id")

@@ -76,6 +76,18 @@ def test_a_rule_from_outside_is_swept_shown_drawn_and_measured(tmp_path: Path) -
         ["curves", "run", "--by", "bound", "--out", "by-bound"],
         ["report", "run", "--out", "page.html"],
         [
+            "explore",
+            experiment,
+            *tiny,
+            "--images",
+            "4",
+            "--no-compile",
+            "--verify",
+            "0",
+            "--out",
+            "explored",
+        ],
+        [
             "certify",
             "tiny",
             "--neighbours",
@@ -112,6 +124,11 @@ def test_a_rule_from_outside_is_swept_shown_drawn_and_measured(tmp_path: Path) -
     lengths = rows(tmp_path / "by-bound" / "mean-accepted-length-by-bound.csv")
     assert {row["bound"] for row in lengths} == set(cells.values())
     assert "by distance bound=1" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+    predicted = {row["cell_id"]: row for row in rows(tmp_path / "explored" / "surface.csv")}
+    for cell in cells:
+        swept = float(summary[cell]["mean_accepted_length"])
+        assert float(predicted[cell]["mean_accepted_length"]) == pytest.approx(swept, rel=0.3)
 
     (audited,) = rows(tmp_path / "audit" / "audit.csv")
     assert (audited["mode"], audited["claim"], audited["verdict"][:7]) == (
