@@ -8,7 +8,6 @@ precision and recall.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,6 +18,8 @@ from numpy.typing import NDArray
 Array: TypeAlias = NDArray[np.float64]
 
 _LEVEL = 0.95
+
+_ENDS = ((1.0 - _LEVEL) / 2.0, (1.0 + _LEVEL) / 2.0)  # of an interval
 
 _SEED = 0  # of resamples and exchanges
 
@@ -173,30 +174,53 @@ def _bootstrap(
     `sums` are arrays [prompts], which are resampled together. The interval is BCa (Efron 1987), or
     percentile where BCa is not defined.
     """
-    from scipy.stats import bootstrap
-
     size = sums[0].size
     # Thousands of prompts have a smooth interval, so that fewer resamples suffice.
     resamples = min(9_999, max(1_999, 10_000_000 // size))
-    for method in ("BCa", "percentile"):
-        with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
-            # A method that fails warns and returns nan; the loop tries the next one.
-            warnings.simplefilter("ignore")
-            low, high = bootstrap(
-                sums,
-                statistic,
-                paired=True,
-                vectorized=True,
-                axis=-1,
-                confidence_level=_LEVEL,
-                n_resamples=resamples,
-                batch=max(1, 4_000_000 // size),  # bounds the memory
-                method=method,
-                rng=np.random.default_rng(_SEED),
-            ).confidence_interval
-        if math.isfinite(low) and math.isfinite(high):
-            return float(low), float(high)
+    rows_at_once = max(1, 4_000_000 // size)  # bounds the memory
+    rng = np.random.default_rng(_SEED)
+
+    def figures(rows: NDArray[np.int64]) -> Any:
+        return statistic(*[part[rows] for part in sums], axis=-1)
+
+    drawn = []
+    left_out = []
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for done in range(0, resamples, rows_at_once):
+            count = min(rows_at_once, resamples - done)
+            drawn.append(figures(rng.integers(0, size, (count, size))))
+        for done in range(0, size, rows_at_once):
+            prompts = np.arange(done, min(done + rows_at_once, size))[:, None]
+            others = np.arange(size - 1)
+            left_out.append(figures(others + (others >= prompts)))
+        resampled = np.concatenate(drawn)
+        value = statistic(*sums, axis=-1)
+        corrected = _bca_levels(value, resampled, np.concatenate(left_out))
+    for levels in (corrected, _ENDS):
+        if np.isfinite(levels).all():
+            low, high = np.quantile(resampled, levels)
+            if math.isfinite(low) and math.isfinite(high):
+                return float(low), float(high)
     return None, None
+
+
+def _bca_levels(value: float, resampled: Array, left_out: Array) -> Array:
+    """Return the levels of the BCa interval (Efron 1987); nan where it is not defined.
+
+    Args:
+        value: The figure.
+        resampled: The figure of each resample.
+        left_out: The figure without each of the prompts.
+    """
+    from scipy.special import ndtr, ndtri
+
+    below = 0.5 * ((resampled < value).mean() + (resampled <= value).mean())
+    bias = ndtri(below)
+    change = left_out.mean() - left_out
+    acceleration = (change**3).sum() / (6.0 * (change**2).sum() ** 1.5)
+    ends = bias + ndtri(np.array(_ENDS))
+    levels: Array = ndtr(bias + ends / (1.0 - acceleration * ends))
+    return levels
 
 
 def sums_of_images(images: pd.DataFrame) -> Sums:
