@@ -29,7 +29,7 @@ class KVCache:
         config: Sizes of the transformer.
         groups: Rows of each image: 2 with guidance, otherwise 1.
         batch: Number of images B.
-        capacity: Number of positions that are needed. It is rounded up to a multiple of 8.
+        capacity: Number of positions that are needed. A GPU gets a multiple of 8.
         dtype: Type of keys and values.
         device: Device of keys and values.
     """
@@ -44,7 +44,8 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        capacity = -(-capacity // _ALIGNED) * _ALIGNED
+        if device.type != "cpu":
+            capacity = -(-capacity // _ALIGNED) * _ALIGNED
         rows = groups * batch
         heads = config.kv_heads or config.heads
         self._store = torch.zeros(

@@ -200,8 +200,19 @@ def test_heads_that_share_keys_may_be_nodes(nodes: int) -> None:
     torch.testing.assert_close(got, wanted)
 
 
-def test_the_capacity_is_a_multiple_of_eight() -> None:
-    assert filled_cache([5], torch.float32, 2).capacity == CAPACITY + 4
+def test_the_capacity_is_a_multiple_of_eight_except_on_a_cpu() -> None:
+    assert filled_cache([5], torch.float32, 2).capacity == CAPACITY
+    on_gpu = KVCache(
+        TransformerConfig(
+            vocab_size=2, dim=16, layers=1, heads=2, ffn_dim=1, prefix=1, grid=(1, 1)
+        ),
+        groups=2,
+        batch=1,
+        capacity=CAPACITY,
+        dtype=torch.float32,
+        device=torch.device("meta"),
+    )
+    assert on_gpu.capacity == CAPACITY + 4
 
 
 def test_unused_columns_are_not_read() -> None:
