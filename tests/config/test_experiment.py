@@ -47,10 +47,12 @@ def test_the_default_experiment() -> None:
         "ar-t0",
         "speculative-static-chain-7-t1",
         "speculative-static-chain-7-block-t1",
-        "lantern-static-chain-7-k100-delta0.01-t1",
+        "lantern-static-chain-7-k5-delta0.2-t1",
         "lantern-static-chain-7-k100-delta0.1-t1",
         "lantern++-static-chain-7-k100-lambda2-t1",
         "lantern++-static-chain-7-k100-lambda5-t1",
+        "block-scd-jacobi-w32-row-maximal-t1",
+        "lantern++-jacobi-w32-row-maximal-k100-lambda5-t1",
         "speculative-dynamic-3n1d3b-t1",
         "lantern-dynamic-3n1d3b-k100-delta0.1-t1",
         "speculative-static-eagle1-25-t1",
@@ -149,7 +151,8 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
         (
             {"baseline": False},
             {"modes": ["lantern"], "settings": ["delta=0.3"]},
-            "lantern-static-chain-7-k100-delta0.3-t1 lantern-dynamic-3n1d3b-k100-delta0.3-t1",
+            "lantern-static-chain-7-k5-delta0.3-t1 lantern-static-chain-7-k100-delta0.3-t1 "
+            "lantern-dynamic-3n1d3b-k100-delta0.3-t1",
         ),
         (
             {"drafting": "static", "tree": "chain-5"},
@@ -172,13 +175,15 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
         (
             {"nodes": "2,3", "delta": ["0.1"], "temperature": 1},
             {"modes": "lantern"},
-            "ar-t1 lantern-static-chain-7-k100-delta0.1-t1 lantern-dynamic-2n1d3b-k100-delta0.1-t1 "
+            "ar-t1 lantern-static-chain-7-k5-delta0.1-t1 lantern-static-chain-7-k100-delta0.1-t1 "
+            "lantern-dynamic-2n1d3b-k100-delta0.1-t1 "
             "lantern-dynamic-3n1d3b-k100-delta0.1-t1",
         ),
         (
             {"lambda": "3"},
             {"modes": "lantern++", "settings": ["neighbours=99"]},
-            "ar-t1 lantern++-static-chain-7-k99-lambda3-t1",
+            "ar-t1 lantern++-static-chain-7-k99-lambda3-t1 "
+            "lantern++-jacobi-w32-row-maximal-k99-lambda3-t1",
         ),
         (
             {"rule": "strict,block", "tree": "chain-3", "drafting": "static"},
