@@ -25,8 +25,7 @@ def export(
     from lantern_bench.storage.layouts import export_run
 
     count = export_run(run, out, layout)
-    if layout != "folder":
-        console.say(f"{count} pictures a prompt; published scores are of {PICTURES_PER_PROMPT}")
+    console.say(f"{count} pictures a prompt; published scores are of {PICTURES_PER_PROMPT}")
     console.data(str(out))
 
 
@@ -48,11 +47,9 @@ def import_scores(
     from lantern_bench.analysis.tables import write_tables
     from lantern_bench.storage.official_scores import import_scores as read_scores
 
-    protocol, images, missing = read_scores(run, file, cell)
+    protocol, _, missing = read_scores(run, file, cell)
     for cell_id, text in missing.items():
         console.warn(f"{cell_id}: {text}", "Score all pictures of its folder.")
-    for cell_id, count in images.items():
-        console.say(f"{cell_id}: {count} images scored by {protocol}")
     quality = write_tables(run)["quality"]
     rows = quality[quality["protocol"] == protocol].reset_index(drop=True)
     console.table(rows, "quality", title=f"{run.name}: {protocol}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,9 @@ from lantern_bench.cli.options import (
     DeviceOption,
     RunArgument,
     RunsArgument,
+    SettingsOption,
     check_choice,
+    resolve_flags,
     with_format,
 )
 from lantern_bench.metrics.protocols import PROTOCOLS
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 @with_format
 def score(
     console: Console,
-    run: RunArgument,
+    run: Annotated[
+        Path | None, typer.Argument(parser=find_run, metavar="RUN", help=RUN_HELP)
+    ] = None,
     protocol: Annotated[
         str | None, typer.Option(help=f"One of {', '.join(PROTOCOLS)}; default: the run's own.")
     ] = None,
@@ -51,8 +55,29 @@ def score(
         bool, typer.Option("--again", help="Score pictures again that these scorers have scored.")
     ] = False,
     device: DeviceOption = "auto",
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Instead of RUN: tokens of another engine (.npz, .safetensors, .jsonl).",
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="With --tokens: the model.")] = None,
+    mode: Annotated[str, typer.Option(help="With --tokens: the mode that they are scored as.")] = (
+        "ar"
+    ),
+    settings: SettingsOption = None,
+    out: Annotated[Path | None, typer.Option(help="With --tokens: the new run directory.")] = None,
 ) -> None:
     """Score the pictures of a run by a quality protocol. Nothing is decoded."""
+    if tokens is not None and model is not None and run is None:
+        flags = {"model": [model], "device": [device]}
+        _score_tokens(console, tokens, flags, mode=mode, settings=settings, out=out)
+        return
+    if run is None or tokens or model or settings or out or mode != "ar":
+        raise UserError("score: needs RUN, or --tokens FILE with --model MODEL", "Give one.")
+
     from lantern_bench.metrics.score_run import score_run_directory
 
     with console.events() as emit:
@@ -79,6 +104,32 @@ def score(
         else "nothing to add: these scorers have scored everything (--again)"
     )
     console.say(f"{message}; {run / 'scores.jsonl'}")
+
+
+def _score_tokens(
+    console: Console,
+    tokens: Path,
+    flags: Mapping[str, Any],
+    *,
+    mode: str,
+    settings: Sequence[str] | None,
+    out: Path | None,
+) -> None:
+    """Make a run of a token file and show its quality."""
+    from lantern_bench.analysis.tables import write_tables
+    from lantern_bench.sweeps.token_files import score_token_file
+
+    experiment = resolve_flags("tokens", flags, mode=[mode], settings=settings)
+    with console.events() as emit:
+        run = score_token_file(
+            path=tokens,
+            experiment=experiment,
+            out=out,
+            emit=emit,
+            command=f"lantern-bench score --tokens {tokens.name}",
+        )
+    console.table(write_tables(run)["quality"], "quality", title=run.name)
+    console.say(f"run: {run}")
 
 
 _TABLES = ("summary", "speed", "quality", "acceptance")

@@ -93,7 +93,17 @@ def describe_prompts(source: str, model: PromptedModel, prompts: list[Prompt]) -
         model: The model that the prompts were read for.
         prompts: What `load_prompts` returned.
     """
-    path = _parse(source, model, flag="").path
+    return prompt_facts(source, _parse(source, model, flag="").path, prompts)
+
+
+def prompt_facts(source: str, path: Path | None, prompts: list[Prompt]) -> dict[str, Any]:
+    """Describe prompts that were read from a file, as `describe_prompts`.
+
+    Args:
+        source: What names the prompts.
+        path: The file; None without one.
+        prompts: The prompts.
+    """
     ids = [prompt.id for prompt in prompts]
     values: dict[str, set[str]] = {}
     for prompt in prompts:

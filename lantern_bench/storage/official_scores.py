@@ -15,14 +15,13 @@ from typing import NamedTuple
 import msgspec
 
 from lantern_bench.storage.layouts import ExportedPrompt, pictures_per_prompt, prompts_by_cell
-from lantern_bench.storage.run_directory import read_records
+from lantern_bench.storage.run_directory import first_of, read_records
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import Row
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import file_sha256, read_text
 
 _VERSION = 1  # of both protocols
-_NAMED = 5  # missing prompts that a message names
 
 
 class ImportedScores(NamedTuple):
@@ -132,9 +131,8 @@ def _place(path: str, protocol: str) -> tuple[str, str]:
 
 
 def _in_words(missing: list[str], count: int) -> str:
-    named = ", ".join(repr(text[:40]) for text in missing[:_NAMED])
-    more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-    return f"incomplete: {len(missing)} of {count} prompts lack scores: {named}{more}"
+    named = first_of([repr(text[:40]) for text in missing])
+    return f"incomplete: {len(missing)} of {count} prompts lack scores: {named}"
 
 
 def _geneval(text: str, file: Path) -> Iterator[_Scored]:

@@ -268,7 +268,7 @@ def without_manifest(path: Path) -> UserError:
     runs = [name for name in names if (path / name / MANIFEST).is_file()]
     if runs:
         advice = f"Give one of them, for example {path / runs[0]}"
-        return UserError(f"{path}: not a run directory, it has the runs {_first(runs)}", advice)
+        return UserError(f"{path}: not a run directory, it has the runs {first_of(runs)}", advice)
 
     advice = "Give a folder that `lantern-bench sweep` wrote."
     records = path / RECORDS
@@ -278,11 +278,11 @@ def without_manifest(path: Path) -> UserError:
         advice = f"A sweep was stopped as it began. Start it again with --out {path}"
     elif records.is_file() or "speed.csv" in names:
         advice = f"The copy is incomplete. Copy this file too: cp ORIGINAL/{MANIFEST} {path}"
-    found = f"it has {_first(names)}" if names else "it is empty"
+    found = f"it has {first_of(names)}" if names else "it is empty"
     return UserError(f"{path}: not a run directory, it has no {MANIFEST}; {found}", advice)
 
 
-def _first(names: Sequence[str], most: int = 6) -> str:
+def first_of(names: Sequence[str], most: int = 6) -> str:
     """Return the first of many names in words."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
