@@ -34,7 +34,9 @@ TYPED = [
     ["merge", "shard1", "shard2"],
     ["reproduce", "paper.yaml", "--threads", "1"],
     ["reproduce", "paper.yaml", "--dry-run"],
+    ["explore", "tiny.yaml", "--temperature", "1", "--verify", "0", "--threads", "1"],
     ["score", "first"],
+    ["import-scores", "first", "paper.yaml"],
     *(
         ["show", "first", "--table", table]
         for table in ("summary", "speed", "quality", "acceptance")
@@ -146,6 +148,9 @@ def test_a_table_in_all_formats(
     scored = protocol_of("embedded"), 1
     monkeypatch.setattr(
         "lantern_bench.metrics.score_run.score_run_directory", lambda *_, **__: scored
+    )
+    monkeypatch.setattr(
+        "lantern_bench.storage.official_scores.import_scores", lambda *_: ("embedded", 1, {})
     )
     findings = [
         Finding("torch", "ok", "2.10"),
