@@ -17,7 +17,8 @@ from scripts.docs.results_format import PAGE, families
 
 RECORDS = """schema_version, record_key, cell_id, mode, drafting, tree, rule, neighbours,
 neighbour_metric, delta, lambda, strength, decay, cluster, probability_gap, code_gap,
-entropy_scale, epsilon, alpha, bound, residual, temperature, top_k, top_p, cfg_scale, seed_set,
+entropy_scale, epsilon, alpha, tv_limit, entropy_weight, added, bound, residual, temperature, top_k,
+top_p, cfg_scale, seed_set,
 batch, model, prompt_id, prompt, prompt_source, prompt_metadata, repeat, seed, order_index, process,
 device, device_id, clock_mhz, clock_max_mhz, driver, status, error, decoded_together,
 tokens, target_forwards, drafter_forwards, start_per_step, committed_per_step, accepted_per_step,
