@@ -52,4 +52,4 @@ def import_scores(
         console.warn(f"{cell_id}: {text}", "Score all pictures of its folder.")
     quality = write_tables(run)["quality"]
     rows = quality[quality["protocol"] == protocol].reset_index(drop=True)
-    console.table(rows, "quality", title=f"{run.name}: {protocol}")
+    console.table(rows, "quality", title=run.name)
