@@ -173,6 +173,17 @@ class Comparison(NamedTuple):
     only_b: tuple[str, ...]
     notes: tuple[str, ...]  # about the verdicts
 
+    @property
+    def summary(self) -> str:
+        """How often each verdict was given, and the cells that only one run has."""
+        verdicts = self.table["verdict"].dropna()
+        counts = [f"{count} {verdict}" for verdict, count in verdicts.value_counts().items()]
+        lines = [f"B against A: {', '.join(counts) or 'nothing tested'}"]
+        for side, cells in (("A", self.only_a), ("B", self.only_b)):
+            if cells:
+                lines.append(f"cells only in {side}: {len(cells)} ({', '.join(cells)})")
+        return "\n".join(lines)
+
 
 _SEVERAL_DEVICES = "not compared: a run has several kinds of device"
 

@@ -252,10 +252,13 @@ def compare(
             "the runs have no cell and prompt in common",
             "`lantern-bench show RUN` lists the cells.",
         )
-    for side, cells in (("first", comparison.only_a), ("second", comparison.only_b)):
-        if cells:
-            console.say(f"only in the {side} run, left out: {', '.join(cells)}")
-    console.table(comparison.table, "comparison", title="a: {}   b: {}".format(*runs))
+    console.say(comparison.summary)
+    table = comparison.table
+    tested = table[table["verdict"].notna()]
+    if console.format not in ("csv", "json") and 0 < len(tested) < len(table):
+        console.say(f"{len(table) - len(tested)} rows without a test: --format csv shows them")
+        table = tested
+    console.table(table, "comparison", title="A: {}   B: {}".format(*runs))
     for note in comparison.notes:
         console.say(note)
     _check_comparison(comparison.table, fail_if=fail_if, fail_below=fail_below)

@@ -164,6 +164,7 @@ def test_only_shared_cells_and_prompts_are_compared():
     comparison = compare_runs(make_run(prompts=6), make_run(prompts=9, cells=(AR, LOOSE)))
     assert comparison.only_a == (STRICT.cell_id,)
     assert comparison.only_b == ()
+    assert comparison.summary.endswith(f"cells only in A: 1 ({STRICT.cell_id})")
     assert set(comparison.table["cell_id"]) == {AR.cell_id, LOOSE.cell_id}
     assert set(comparison.table["pairs"].dropna()) == {6}
 

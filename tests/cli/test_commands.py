@@ -292,8 +292,13 @@ def test_compare_prints_effects_and_verdicts(results, capsys):
     seconds = table[table["quantity"] == "latency_s"]
     assert seconds["effect"].tolist() == pytest.approx([2.0, 2.0, 2.0])
     assert "Holm" in written.err
-    assert cli.main(["compare", "first", "second", "--format", "table"]) == 0
-    assert "not distinguishable" in capsys.readouterr().out
+    count = (table["verdict"] == "not distinguishable").sum()
+    assert written.err.splitlines()[0] == f"B against A: {count} not distinguishable"
+    assert cli.main(["compare", "first", "second", "--format", "md"]) == 0
+    written = capsys.readouterr()
+    assert written.out.count("not distinguishable") == count
+    assert written.out.count("| latency_s |") == 0, "which is not tested"
+    assert f"{table['verdict'].isna().sum()} rows without a test" in written.err
 
 
 def test_compare_fails_below_a_ratio_of_speedups_and_by_verdicts_of_a_margin(
