@@ -368,7 +368,7 @@ def _read_parquet(path: Path, flag: str) -> list[dict[str, Any]]:
         convert += ".to_json('NEW.jsonl', orient='records', lines=True)"
         raise UserError(
             f"{flag}: reading Parquet needs pyarrow, which is not installed",
-            f'pip install "lantern-bench[parquet]"; or convert it where pyarrow is: '
+            f"pip install pyarrow; or convert it where pyarrow is: "
             f"python -c {shlex.quote(convert)}",
         ) from error
     try:

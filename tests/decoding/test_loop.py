@@ -25,7 +25,11 @@ VOCABULARY = 3
 LENGTH = 5
 BATCH = 30_000
 WITHOUT_RESIDUAL = Mistake("residual left out", strict_without_residual)
-STATIC: dict[str, Any] = {"mode": "speculative", "tree": [[0], [1], [0, 0], [1, 0]]}
+STATIC: dict[str, Any] = {
+    "mode": "speculative",
+    "drafting": "static",
+    "tree": [[0], [1], [0, 0], [1, 0]],
+}
 DYNAMIC: dict[str, Any] = {
     "mode": "speculative",
     "drafting": "dynamic",
@@ -205,7 +209,7 @@ RELAXED: list[dict[str, Any]] = [
     {"mode": "cool-sd", "strength": 2.0},
     {"mode": "gsd", "cluster": 3, "code_gap": 3.0},
 ]
-DRAWN = [{"drafting": "static", "tree": "chain-3"}, STATIC, DYNAMIC, *WINDOWS[:4], WINDOWS[7]]
+DRAWN = [{"drafting": "static", "tree": "chain-3"}, STATIC, DYNAMIC, *WINDOWS[:4], WINDOWS[8]]
 
 
 @pytest.mark.parametrize("rule", RELAXED, ids=lambda rule: rule["mode"])

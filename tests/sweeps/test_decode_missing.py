@@ -98,6 +98,7 @@ def test_every_image_has_a_complete_record_and_picture(tiny_run: Path) -> None:
         "error",
         "emitted_tv",  # of rules that decide on whole chains and trees
         "peak_memory_bytes",
+        "prompt_metadata",
         "prompt_source",
         "driver",
         "clock_mhz",

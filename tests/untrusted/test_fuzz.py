@@ -284,6 +284,7 @@ SMALL = ["--threads", "1", "--set", "compile=false"]
 WORDS = {
     "sweep": ["FILE", "--dry-run"],
     "reproduce": ["FILE", "--dry-run"],
+    "explore": ["FILE", "--verify", "0", "--out", "FOLDER/e"],
     "generate": [CAPTION, "--out", "FOLDER/p.png", "--force", *SMALL],
     "certify": ["lanterns", "--modes", "ar", "--samples", "8", "--out", "FOLDER/c", *SMALL],
     "profile": [

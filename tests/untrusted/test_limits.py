@@ -194,7 +194,7 @@ DEEP = [[0] * depth for depth in range(1, 300)]
         (
             ["sweep", "--dry-run", "--images", "1000000000"],
             3,
-            "12,000,000,000 images, and a run at most 1,000,000",
+            "14,000,000,000 images, and a run at most 1,000,000",
         ),
         (
             ["sweep", "--dry-run", "--repeats", str(10**12)],
