@@ -54,7 +54,7 @@ class Protocol:
             missing.append(
                 RefusedError(
                     "ImageReward is not installed: the protocol image-reward needs its package",
-                    "Install the extra: pip install 'lantern-bench[image-reward]'",
+                    "Install the extra, in the clone: pip install -e '.[image-reward]'",
                 )
             )
         used = {self.features, self.manifold, self.clip_model, *self.metrics}

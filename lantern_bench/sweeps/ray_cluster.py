@@ -53,7 +53,7 @@ def decode_on_ray(request: Request, emit: Emit) -> None:
         import ray  # noqa: F401
     except ImportError as error:
         raise RefusedError(
-            "--ray: Ray is not installed", "pip install 'lantern-bench[ray]'"
+            "--ray: Ray is not installed", "Type `pip install -e '.[ray]'` in the clone."
         ) from error
     try:
         # Ray writes pages to standard error when its head is gone.

@@ -189,7 +189,7 @@ def load(name: str) -> Any:
             lambda: PROTOCOLS["image-reward"].find_networks(),
             RefusedError,
             "ImageReward is not installed: [^|]*has ImageReward.pt",
-            "lantern-bench[image-reward]",
+            ".[image-reward]",
         ),
     ],
 )

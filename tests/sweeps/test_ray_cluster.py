@@ -37,7 +37,7 @@ from lantern_bench.utils.progress import Note, ProgressEvent, tell
 from tests.faults.child import install
 from tests.helpers.tiny_model import EXPERIMENT, PROMPTS, TinyModel
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lantern-bench[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 # A minute or two in all; on a busy machine every process takes long to start.
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="clusters"),

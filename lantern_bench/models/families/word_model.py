@@ -84,7 +84,7 @@ def read_tokenizer(path: Path, _changed: str) -> Any:
     except ImportError as error:
         raise RefusedError(
             f"{path}: reading it needs the package tokenizers, which is not installed",
-            "Type `pip install 'lantern-bench[hf]'`.",
+            "Type `pip install -e '.[hf]'` in the clone.",
         ) from error
     try:
         return Tokenizer.from_file(str(path))

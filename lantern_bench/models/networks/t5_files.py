@@ -44,7 +44,7 @@ def check_encoder(folder: Path, width: int) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise RefusedError(
             "captions need the package transformers, which is not installed",
-            f"Type `pip install 'lantern-bench[hf]'`; {_GIVE_FEATURES}",
+            f"Type `pip install -e '.[hf]'` in the clone; {_GIVE_FEATURES}",
         )
 
 

@@ -202,7 +202,7 @@ def test_plans_and_captions_need_the_tokenizers_package(
     text = r"tokenizer\.json: reading it needs the package tokenizers, which is not installed"
     with pytest.raises(RefusedError, match=text) as planned:
         model_of(str(path))
-    assert planned.value.advice == "Type `pip install 'lantern-bench[hf]'`."
+    assert planned.value.advice == "Type `pip install -e '.[hf]'` in the clone."
     with pytest.raises(RefusedError, match=text):
         tiny.anole(folder).encode("a cat")
 
