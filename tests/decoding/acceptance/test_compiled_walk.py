@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "static, gsd": {"name": "gsd", "bound": 4, "residual": "official", "codebook": CODES},
     "static, entropy": {"name": "entropy", "neighbours": 12, "bound": 0.3},
     "dynamic, typical": {"name": "typical", "bound": 0.09},
-    "dynamic, csd": {"name": "csd", "bound": 0.65},
+    "dynamic, csd": {"name": "csd", "bound": 0.95},
     "static, addition": {"name": "addition", "bound": 0.2},
 }
 EVERY_TIME = ("dynamic", "greedy", "block")
