@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lantern_bench.cli.console import Console
-from lantern_bench.cli.options import EXPERIMENT_FLAGS, SettingsOption, with_flags
+from lantern_bench.cli.options import EXPLORE_FLAGS, SettingsOption, with_flags
 from lantern_bench.config.settings import Overrides
 
 _SHOWN = 5  # settings of the table in the terminal
@@ -24,7 +24,7 @@ _NOT_SHOWN = [
 ]
 
 
-@with_flags(EXPERIMENT_FLAGS)
+@with_flags(EXPLORE_FLAGS)
 def explore(
     console: Console,
     experiment: Annotated[

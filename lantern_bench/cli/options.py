@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lantern_bench.cli.console import FORMATS
-from lantern_bench.config.settings import Overrides, Settings, decimal_commas
+from lantern_bench.config.settings import OF_RESULTS, Overrides, Settings, decimal_commas
 from lantern_bench.methods.catalog import DRAFTINGS, MODES, PARAMETERS, RULES, check_modes
 from lantern_bench.methods.parameters import Importable, load_code
 from lantern_bench.storage.run_directory import find_run
@@ -101,6 +101,7 @@ _SETTINGS = {
     if field.title
 }
 EXPERIMENT_FLAGS = _PARAMETERS | _SETTINGS
+EXPLORE_FLAGS = {key: option for key, option in EXPERIMENT_FLAGS.items() if key not in OF_RESULTS}
 DECODING_FLAGS = _PARAMETERS | {
     key: _SETTINGS[key]
     for key in ("seed", "device", "dtype", "compile", "threads", "neighbour_space")

@@ -71,11 +71,18 @@ def score(
     out: Annotated[Path | None, typer.Option(help="With --tokens: the new run directory.")] = None,
 ) -> None:
     """Score the pictures of a run by a quality protocol. Nothing is decoded."""
-    if tokens is not None and model is not None and run is None:
+    if tokens is not None:
+        of_run = {"RUN": run, "--protocol": protocol, "--reference": reference}
+        _check_absent(of_run | {"--fid-infinity": infinity, "--again": again}, "with --tokens")
+        if model is None:
+            raise UserError("score --tokens: needs the model of the tokens", "Give --model MODEL.")
         flags = {"model": [model], "device": [device]}
         _score_tokens(console, tokens, flags, mode=mode, settings=settings, out=out)
         return
-    if run is None or tokens or model or settings or out or mode != "ar":
+
+    of_tokens = {"--model": model, "--set": settings, "--out": out, "--mode": mode != "ar"}
+    _check_absent(of_tokens, "without --tokens")
+    if run is None:
         raise UserError("score: needs RUN, or --tokens FILE with --model MODEL", "Give one.")
 
     from lantern_bench.metrics.score_run import score_run_directory
@@ -104,6 +111,13 @@ def score(
         else "nothing to add: these scorers have scored everything (--again)"
     )
     console.say(f"{message}; {run / 'scores.jsonl'}")
+
+
+def _check_absent(values: Mapping[str, Any], where: str) -> None:
+    """Raise `UserError` for the flags that have a value."""
+    given = [flag for flag, value in values.items() if value]
+    if given:
+        raise UserError(f"score: {', '.join(given)} has no meaning {where}", "Leave it out.")
 
 
 def _score_tokens(

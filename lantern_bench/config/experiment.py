@@ -215,7 +215,7 @@ class _Method(NamedTuple):
 class Grid:
     """Expands the entries of `cells` to the cells of all models.
 
-    Problems are added to those of the reader.
+    Problems are added to the reader's problems.
     """
 
     reader: ExperimentReader

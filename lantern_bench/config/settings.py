@@ -157,6 +157,9 @@ class Settings(BaseModel):
         return self.redecode_disturbed and "speed" in self.metrics
 
 
+OF_RESULTS = ("metrics", "protocol", "reference", "pool_devices")
+"""Settings that say what is computed from decoded images."""
+
 ALLOWED = {key: str(field.description) for key, field in Settings.model_fields.items()}
 
 

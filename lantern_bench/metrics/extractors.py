@@ -1,6 +1,6 @@
 """Features of sets of pictures, and reference sets.
 
-The feature extractors are those of torch-fidelity and the classifier of the bundled family. Sets
+The feature extractors come from torch-fidelity; the bundled family has its own classifier. Sets
 may be larger than memory, so pictures are read one at a time. A pass of a large reference through
 Inception takes minutes, so its features are cached.
 """

@@ -24,7 +24,7 @@ from lantern_bench.analysis.token_distance import FeatureSums, distance
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
 from lantern_bench.config.plan import ImageTask
-from lantern_bench.config.settings import Overrides
+from lantern_bench.config.settings import OF_RESULTS, Overrides
 from lantern_bench.devices.compute import choose_compute, set_threads
 from lantern_bench.methods.catalog import LOSSLESS, output_of
 from lantern_bench.methods.parameters import SAMPLING
@@ -48,6 +48,7 @@ from lantern_bench.report.draw import SURFACE
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.schema import ENDS, Row, frame, write_csv
 from lantern_bench.sweeps.choose_threads import choose_threads
+from lantern_bench.sweeps.decode_missing import key_fields
 from lantern_bench.sweeps.request import Request, prepare
 from lantern_bench.sweeps.run import run
 from lantern_bench.utils.errors import UserError, joined
@@ -103,9 +104,16 @@ def explore_request(
         out: The folder, by default `results/explore-<run name>`.
 
     Raises:
-        UserError: As `prepare`; also for cells that a walk cannot predict.
+        UserError: As `prepare`; also for cells that a walk cannot predict, and for overrides of
+            what a sweep computes from its images.
         RefusedError: As `prepare`; also if models are missing.
     """
+    for key in OF_RESULTS:
+        if key in overrides.values:
+            raise UserError(
+                f"{overrides.location(key)}: an exploration makes no pictures",
+                "Leave it out; length, speed and distance are always predicted.",
+            )
     values = {"images": (IMAGES,), **overrides.values, "metrics": ("speed",)}
     request = prepare(source, replace(overrides, values=values))
     check_predictable(request.experiment.cells)
@@ -145,7 +153,10 @@ def explore(request: Request, emit: Emit, device: Device | None = None) -> pd.Da
         cells = {cell.decoding: cell for cell in experiment.cells if cell.model == name}
 
         # 1. Walk, uncompiled.
-        figures = _predicted(model, list(cells), images, folder=request.folder, emit=emit)
+        fields = key_fields({name: model}, experiment.settings, compute, cells=cells.values())
+        figures = _predicted(
+            model, list(cells), images, folder=request.folder, fields=fields, emit=emit
+        )
 
         # 2. Measure steps as a sweep takes them, or model them.
         if device is not None:
@@ -181,6 +192,7 @@ def _predicted(
     images: Sequence[ImageTask],
     *,
     folder: Path,
+    fields: Mapping[str, Any],
     emit: Emit,
 ) -> dict[Decoding, Row]:
     """Walk once for each group of settings, and return the figures of each setting."""
@@ -190,7 +202,7 @@ def _predicted(
     prompts = [task.prompt.id for task in images]
     found = {}
     for group in groups.values():
-        sums = walked(model, group, images, folder=folder, emit=emit)
+        sums = walked(model, group, images, folder=folder, fields=fields, emit=emit)
         for index, setting in enumerate(group):
             found[setting] = _figures(sums, index, setting=setting, model=model, prompts=prompts)
     return found
@@ -208,6 +220,7 @@ def walked(
     images: Sequence[ImageTask],
     *,
     folder: Path,
+    fields: Mapping[str, Any],
     emit: Emit,
     follow: Decoding | None = None,
 ) -> WalkSums:
@@ -218,6 +231,7 @@ def walked(
         settings: The settings.
         images: The images.
         folder: Parts of walks are kept here; a part that is there is not walked again.
+        fields: The facts of `key_fields`, on which a part depends.
         emit: Receives progress.
         follow: The setting that is followed. Default: the strict rule over the union of the trees.
     """
@@ -240,7 +254,7 @@ def walked(
                 )
             )
 
-        path = folder / "walks" / f"{_key(model, [walk, *settings], tasks)}.npz"
+        path = folder / "walks" / f"{_key([walk, *settings], tasks, fields)}.npz"
         if not path.is_file():
             sums = walk_images(
                 model=model,
@@ -260,13 +274,11 @@ def walked(
     return WalkSums.joined(parts)
 
 
-def _key(model: LoadedModel, every: Sequence[Decoding], tasks: Sequence[ImageTask]) -> str:
+def _key(every: Sequence[Decoding], tasks: Sequence[ImageTask], fields: Mapping[str, Any]) -> str:
     """Return a hash of everything that a part of a walk depends on; the walk comes first."""
     covered = [
-        model.weights,
-        str(model.target.device),
+        dict(fields),
         [decoding.settings() for decoding in every],
-        [decoding.rule_row.fingerprint() for decoding in every],
         [(task.prompt.text, task.seed) for task in tasks],
     ]
     return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()[:16]
@@ -350,7 +362,7 @@ class StepTimes(NamedTuple):
 def measured_times(
     model: LoadedModel, settings: Sequence[Decoding], images: Sequence[ImageTask], *, emit: Emit
 ) -> dict[Decoding, StepTimes]:
-    """Measure one step for each tree and rule: that of the setting with the most neighbours.
+    """Measure one step for each tree and rule, with the most neighbours that a setting has.
 
     Args:
         model: Decodes the images.
@@ -407,7 +419,7 @@ def modelled_times(name: str, setting: Decoding, *, device: Device, length: floa
 
 
 def speed_columns(row: Row, times: StepTimes, *, tokens: int) -> Row:
-    """Return the columns of the predicted speedup, whose interval is that of the length.
+    """Return the columns of the predicted speedup; its interval is computed from the length.
 
     Args:
         row: Has the columns of `mean_accepted_length`.
@@ -455,7 +467,7 @@ def verify_best(
     """Sweep the best settings, and write and return the table `verified`.
 
     Each relaxed setting is also walked along, to predict the length of the strict rule from the
-    images of the setting. If settings hardly change what is drafted, it is that of the strict walk.
+    images of the setting. If settings hardly change what is drafted, both walks give this length.
 
     Args:
         request: A request of `explore_request`.
@@ -474,9 +486,9 @@ def verify_best(
     measured = run(sweep, emit)["summary"].set_index("cell_id")
 
     images = _images(request)
-    models = load_models(
-        experiment, choose_compute(experiment.settings.device, experiment.settings.dtype, fast=True)
-    )
+    settings = experiment.settings
+    compute = choose_compute(settings.device, settings.dtype, fast=True)
+    models = load_models(experiment, compute)
     rows = []
     for row in rows_of(predicted):
         name = row["cell_id"]
@@ -494,6 +506,7 @@ def verify_best(
             [strict],
             images,
             folder=request.folder,
+            fields=key_fields({cell.model: models[cell.model]}, settings, compute, cells=[cell]),
             emit=emit,
             follow=cell.decoding,
         )

@@ -230,7 +230,7 @@ def device_rates(target: TransformerTarget, *, guided: bool) -> Rates:
 def forward_need(target: TransformerTarget, nodes: int, *, guided: bool) -> Work:
     """Return the bytes and operations of a forward with half an image in the cache.
 
-    The bytes are those of the weights in memory, which may be packed in 16 bits.
+    Weights count with their bytes in memory, which may be packed in 16 bits.
 
     Args:
         target: The network.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lantern_bench.config.experiment import ResolvedExperiment
 from lantern_bench.config.plan import make_plan
+from lantern_bench.config.settings import OF_RESULTS, Settings
 from lantern_bench.metrics.token_sums import score_tokens
 from lantern_bench.models.load import load_to_decode
 from lantern_bench.models.loaded_model import LoadedModel
@@ -32,6 +33,7 @@ from lantern_bench.utils.files import check_writable
 from lantern_bench.utils.progress import Emit, ProgressEvent
 
 _FORM = "It holds prompts, tokens [images, tokens] and, if measured, seconds: docs/quality.md."
+_OF_FILE = ("prompts", "prompt_column", "images", "repeats", "batch")  # what the file states
 
 
 def score_token_file(
@@ -50,7 +52,7 @@ def score_token_file(
         The run directory.
 
     Raises:
-        UserError: The file does not fit the model.
+        UserError: The file does not fit the model, or a setting chooses among its images.
         RefusedError: Weights are missing.
     """
     # 1. The file and its prompts.
@@ -58,6 +60,12 @@ def score_token_file(
     captions, grids, seconds = _read(path, flag)
     prompts = [Prompt(text, f"{path.name}:{place}") for place, text in enumerate(captions)]
     settings = experiment.settings
+    for name in (*_OF_FILE, *OF_RESULTS):
+        if getattr(settings, name) != Settings.model_fields[name].default:
+            raise UserError(
+                f"--set {name}: a file of tokens is scored whole",
+                "Leave it out.",
+            )
     texts = ((prompt.source, prompt.text) for prompt in prompts)
     check_texts(texts, model_of(settings.model[0]), flag=flag, noun="prompts")
     metrics = ("distance",) if seconds is None else ("speed", "distance")

@@ -217,6 +217,23 @@ def test_times_on_another_device_grow_with_the_chain() -> None:
     assert "predicted_speedup_low" not in columns
 
 
+@pytest.mark.parametrize(
+    "typed", [["--set", "metrics=quality"], ["--set", "reference=embedded"], ["--metrics=speed"]]
+)
+def test_flags_of_pictures_are_refused(
+    grid: Path, tiny: TinyModel, refuse: Callable[..., None], typed: list[str]
+) -> None:
+    refuse(["explore", str(grid), *typed], 2, typed[-1].split("=")[0])
+    assert tiny.loads == 0
+
+
+def test_parts_of_walks_with_another_dtype_are_not_taken(grid: Path) -> None:
+    typed = ["explore", str(grid), "--out", "out", "--modes", "speculative", "--verify", "0"]
+    for dtype, parts in {"float32": 1, "bfloat16": 2}.items():
+        assert cli.main([*typed, "--images", "2", "--dtype", dtype]) == 0
+        assert len(list(Path("out/walks").iterdir())) == parts
+
+
 def test_a_folder_that_is_a_file_is_refused(grid: Path, refuse: Callable[..., None]) -> None:
     refuse(["explore", str(grid), "--out", str(grid)], 2, "--out grid.yaml")
 

@@ -290,7 +290,7 @@ def verify_kernels(kernels: Kernels, fanout: int) -> int:
 
 
 def count(kernels: Kernels) -> dict[str, int]:
-    """Count the kernels of which `device_specs.yaml` states those of compiled code."""
+    """Count the kernels that `device_specs.yaml` states for compiled code."""
     two = kernels.of(*plain_step(target_of(2)))
     three = kernels.of(*plain_step(target_of(3)))
     grouped_two = kernels.of(*plain_step(target_of(2, kv_heads=5)))

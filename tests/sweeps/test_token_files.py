@@ -132,9 +132,29 @@ def test_damaged_files_and_missing_flags(
     (tmp_path / "a.txt").write_text("x")
     assert score(tmp_path / "a.txt", tmp_path / "out", "ar", []) == 2
     assert "unknown file type" in capsys.readouterr().err
-    for typed in ([], ["--tokens", str(tmp_path / "a.npz")], ["--model", "lanterns"]):
+    tokens = ["--tokens", str(tmp_path / "a.npz")]
+    for typed, wrong in (
+        ([], "needs RUN, or --tokens FILE with --model MODEL"),
+        (tokens, "score --tokens: needs the model"),
+        (["--model", "lanterns"], "--model has no meaning without --tokens"),
+        (
+            [*tokens, "--model", "lanterns", "--again", "--protocol", "p"],
+            "--protocol, --again has no meaning with --tokens",
+        ),
+    ):
         assert main(["score", *typed]) == 2
-        assert "--tokens FILE with --model MODEL" in capsys.readouterr().err
+        assert wrong in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["images=3", "batch=2", "metrics=speed", "repeats=2"])
+def test_a_file_is_scored_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    content = {"prompts": ["one red lantern"] * 2, "tokens": np.zeros((2, 256), int)}
+    write_npz(tmp_path / "tokens", content)
+    key, _, _ = value.partition("=")
+    assert score(tmp_path / "tokens.npz", tmp_path / "out", "ar", [value]) == 2
+    assert f"--set {key}: a file of tokens is scored whole" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("temperature", "is_same"), [(1.0, True), (1.5, False)])

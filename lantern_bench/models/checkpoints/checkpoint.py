@@ -475,8 +475,8 @@ def _entry_of(path: Path, found: Mapping[str, Any], remarks: list[str]) -> str:
     if len(found) > 1:
         taken = alone[0] or "the file itself"
         remarks.append(
-            f"{path}: holds weights in {names}; those of {taken} are taken, and `weights: ENTRY` "
-            "beside `checkpoint` in a model file chooses others"
+            f"{path}: holds weights in {names}; {taken} is taken. To choose others, write "
+            "`weights: ENTRY` beside `checkpoint` in a model file"
         )
     elif not plain:
         remarks.append(f"{path}: {_IS_AVERAGED} ({names})")

@@ -43,7 +43,7 @@ function draw(id, traces, layout) {
   plot.on("plotly_click", (event) => { const cell = event.points[0].customdata; if (cell !== undefined) solo(cell); });
 }
 
-// A name stands where it covers no point and no other name, those of the front first; others are left out.
+// A name stands where it covers no point and no other name, names of the front first; others are left out.
 function placeNames(plot) {
   const { xaxis, yaxis, font } = plot._fullLayout, pen = element("canvas").getContext("2d");
   pen.font = `11px ${font.family}`;

@@ -79,7 +79,7 @@ def test_weights_beside_averaged_ones_are_named(name: str, tmp_path: Path) -> No
     path = saved(tmp_path / "file.pt", {"model": STATE, name: AVERAGED, "steps": 3})
     opened = open_checkpoint(path)
     assert torch.equal(opened["a.weight"], STATE["a.weight"])
-    assert f"holds weights in model and {name}; those of model are taken" in opened.remarks[0]
+    assert f"holds weights in model and {name}; model is taken" in opened.remarks[0]
     averaged = open_checkpoint(path, entry=name)
     assert torch.equal(averaged["a.weight"], AVERAGED["a.weight"])
     assert not averaged.remarks
@@ -94,7 +94,7 @@ def test_averaged_weights_may_stand_between_plain_ones(
     opened = open_checkpoint(path)
     assert opened.keys() == STATE.keys()
     assert torch.equal(opened["a.weight"], STATE["a.weight"])
-    assert "weights in the file itself and ema; those of the file itself" in opened.remarks[0]
+    assert "weights in the file itself and ema; the file itself is taken" in opened.remarks[0]
     assert torch.equal(open_checkpoint(path, entry="ema")["a.weight"], AVERAGED["a.weight"])
 
 

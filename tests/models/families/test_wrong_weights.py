@@ -256,7 +256,7 @@ def test_a_model_file_chooses_the_weights(tmp_path: Path) -> None:
     weights = torch.load(file)["model"]
     torch.save({"model": weights, "ema": {k: v / 2 for k, v in weights.items()}}, file)
     both: Any = load(path)
-    assert "holds weights in model and ema; those of model are taken" in both.remarks[0]
+    assert "holds weights in model and ema; model is taken" in both.remarks[0]
     part = {"checkpoint": file, "config": tiny_llamagen.CONFIGS["c2i"], "weights": "ema"}
     chosen: Any = load(
         tiny_llamagen.golden_models.write_model(
