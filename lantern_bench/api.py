@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lantern_bench.analysis.prompt_groups import tables_by
 from lantern_bench.analysis.tables import tables_of, write_tables
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.settings import Overrides
@@ -55,6 +56,22 @@ class Run:
     def tables(self) -> dict[str, pd.DataFrame]:
         """The tables of the CSV files, not rounded: speed, quality, acceptance and summary."""
         return {name: without_unused(table) for name, table in tables_of(self._data).items()}
+
+    def tables_by(self, by: str) -> dict[str, pd.DataFrame]:
+        """Build the tables by a column of the prompts, as `lantern-bench show --by` does.
+
+        Args:
+            by: The column, such as `category`.
+
+        Returns:
+            The tables `speed`, `quality`, `acceptance` and `summary`.
+
+        Raises:
+            UserError: The prompts have no such column.
+            RefusedError: The run has no records.
+        """
+        tables = tables_by(self._data, by)
+        return {name: without_unused(table) for name, table in tables.items()}
 
     @property
     def speed(self) -> pd.DataFrame:
@@ -238,7 +255,8 @@ def curves(
     Args:
         runs: One run or several: `Run`, run directory or name.
         out: The folder of the figures, by default `figures` in the first run.
-        by: What gives a curve its colour: `mode`, `model` or another column of cells.
+        by: What gives a curve its colour: `mode`, a parameter, or a column of the prompts such as
+            `category`, for curves of acceptance by category.
         cells: The cells or modes to draw, by default all.
         width: The width of a figure in columns of a paper: `one` or `two`.
 

@@ -154,6 +154,10 @@ def show(
     console: Console,
     run: RunArgument,
     table: Annotated[str, typer.Option(help=f"One of {', '.join(_TABLES)}.")] = "summary",
+    by: Annotated[
+        str | None,
+        typer.Option(help="By a column of the prompts: category, or another one of their file."),
+    ] = None,
     save: Annotated[
         bool, typer.Option("--save", help="Also write all tables as CSV files of the run.")
     ] = False,
@@ -164,8 +168,12 @@ def show(
     from lantern_bench.analysis.tables import write_tables
     from lantern_bench.api import load_run
 
-    tables = write_tables(run) if save else load_run(run).tables
-    console.table(tables[table], table, title=run.name)
+    if save:
+        write_tables(run)
+    loaded = load_run(run)
+    tables = loaded.tables if by is None else loaded.tables_by(by)
+    title = run.name if by is None else f"{run.name} by {by}"
+    console.table(tables[table], table, title=title)
 
 
 def curves(

@@ -214,14 +214,17 @@ def _has_values(table: pd.DataFrame, column: str) -> bool:
 
 def _notes_of_rows(table: pd.DataFrame) -> Iterator[str]:
     """Yield the notes of the rows, each once, with the cells that it is about."""
+    names = table["cell_id"]
+    if "category" in table:
+        names = (table["category"].fillna("") + " " + names).str.strip()
     notes = table["note"].str.split(NOTE_SEPARATOR, regex=False)
-    of_rows = table.assign(note=notes).explode("note")
-    for note, cells in of_rows.groupby("note", sort=False)["cell_id"]:
-        about = f"{len(cells)} of {len(table)} rows: "
-        if len(cells) == len(table):
+    of_rows = table.assign(note=notes, row=names).explode("note")
+    for note, rows in of_rows.groupby("note", sort=False)["row"]:
+        about = f"{len(rows)} of {len(table)} rows: "
+        if len(rows) == len(table):
             about = ""
-        elif len(cells) <= 3:
-            about = f"{', '.join(cells.unique())}: "
+        elif len(rows) <= 3:
+            about = f"{', '.join(rows.unique())}: "
         yield f"{about}{note}"
 
 

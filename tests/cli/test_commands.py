@@ -194,6 +194,7 @@ def test_a_file_that_may_not_be_read_is_named(failing, capsys):
         (["show", "--", "-q"], "-q: no such run"),
         (["show", "first", "--table", "sped"], "--table sped"),
         (["show", "first", "--format", "yaml"], "--format yaml"),
+        (["show", "first", "--by", "category"], "--by category: the prompts of"),
         (["show"], "Missing argument"),
         (["show", "first", "--tabel", "speed"], "--tabel"),
         (["shwo"], "Did you mean 'show'"),

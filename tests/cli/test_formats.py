@@ -41,6 +41,7 @@ TYPED = [
         ["show", "first", "--table", table]
         for table in ("summary", "speed", "quality", "acceptance")
     ),
+    ["show", "first", "--by", "category"],
     ["compare", "first", "second"],
     ["predict", "first", "--prompts", "1000"],
     ["predict", "first", "--device", "a100", "--model", "llamagen-t2i-stage1", "--prompts", "1000"],
@@ -84,6 +85,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of two made-up runs, and of two shards of a run of the tiny model."""
     root = tmp_path_factory.mktemp("runs")
     records = make_records()
+    for row in records:
+        row["prompt_metadata"] = {"category": f"{row['seed'] % 2} | two"}
     for name in ("first", "second"):
         write_run(root / name, records, make_scores(records))
     (root / "tiny.yaml").write_text(EXPERIMENT)

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+from lantern_bench import load_run
 from lantern_bench.analysis.tables import write_tables
 from lantern_bench.cli.main import main
 from lantern_bench.storage.layouts import export_run
@@ -121,6 +122,13 @@ def test_geneval_there_and_back(run: Path) -> None:
     assert table.loc["all", "geneval_vs_ar"] == pytest.approx(difference)
     assert table.loc["all", "geneval_vs_ar_p"] > 0.05
     assert table.loc["counting", "geneval_vs_ar_p"] > 0.05
+    # Tables by the tag of the prompts have the same figures, once.
+    parts = load_run(run).tables_by("tag")["quality"]
+    parts = parts[(parts["cell_id"] == STRICT.cell_id) & (parts["protocol"] == "geneval")]
+    assert parts["category"].tolist() == ["colors", "counting"]
+    for row in parts.to_dict("records"):
+        for name in ("geneval", "geneval_low", "geneval_high", "geneval_vs_ar", "geneval_vs_ar_p"):
+            assert row[name] == pytest.approx(table.loc[row["category"], name], nan_ok=True)
     # The summary has one row per cell still.
     assert len(write_tables(run)["summary"]) == 2
 
