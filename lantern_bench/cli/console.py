@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("table", "csv", "json", "md", "latex")
 
+_WIDE = 180  # columns of a terminal that take a summary with all its intervals
+
 # C0 and C1 control characters, except tabs and line ends.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -90,7 +92,7 @@ class Console:
 
         if self.format == "latex":
             return self.data(latex(table=table, name=name, title=title, more=notes))
-        texts, of_table = readable(table, name)
+        texts, of_table = readable(table, name, intervals=self._is_wide())
         notes = [*of_table, *notes]
         if self.format == "md":
             cells = texts.replace({r"\|": r"\|", r"\s+": " "}, regex=True)
@@ -101,6 +103,10 @@ class Console:
         else:
             _draw_table(stream=self._out, texts=texts, title=title, notes=notes)
         return None
+
+    def _is_wide(self) -> bool:
+        """Whether a table has space for all its intervals; a file has."""
+        return not self._out.isatty() or get_terminal_size().columns >= _WIDE
 
     def say(self, text: str) -> None:
         """Write a message to stderr, unless quiet."""

@@ -35,7 +35,7 @@ from lantern_bench.devices.environment import prepare_environment
 from lantern_bench.sweeps.request import DEFAULT_CLUSTER
 from lantern_bench.utils import signals
 from lantern_bench.utils.causes import explained
-from lantern_bench.utils.errors import RefusedError
+from lantern_bench.utils.errors import RefusedError, UserError
 
 _EPILOG = (
     "Exit codes: 0 success; 1 internal error; 2 usage error; "
@@ -48,6 +48,8 @@ Examples:
 lantern-bench sweep --images 24 --modes ar,scd,lantern++ --lambda 2,5,10
 lantern-bench sweep mine.yaml --model llamagen-t2i-stage1 --prompts captions.txt --dry-run
 """
+# What the parser raises; typer exports only its subclass.
+_UsageError: Any = typer.BadParameter.__base__
 # These flags work before and after the command name.
 _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 
@@ -162,16 +164,30 @@ def _command(words: Sequence[str], arguments: Sequence[str]) -> int:
     program = build_program(all_flags="--help-all" in words)
     typed = ["--help" if word == "--help-all" else word for word in arguments]
     try:
-        program(
+        code = program(
             args=typed,
             prog_name="lantern-bench",
             obj=_as_recorded(arguments),
+            standalone_mode=False,
         )
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(bool(exit_.code))
+    except _UsageError as error:
+        if error.format_message().startswith("Usage: "):  # only a group was typed: its help
+            error.show()
+            return int(error.exit_code)
+        raise _in_our_words(error) from error
     finally:
         sys.stdout.flush()
-    return 0
+    return code or 0
+
+
+def _in_our_words(error: Any) -> UserError:
+    """Return an error of the parser in the form of all other errors."""
+    message = error.format_message().removeprefix("Invalid value for ").rstrip(".")
+    message = re.sub("^'(-[^']*)'", r"\1", message)
+    command = error.ctx.command_path if error.ctx else "lantern-bench"
+    return UserError(message, f"`{command} -h` shows what it takes.")
 
 
 def _as_recorded(arguments: Sequence[str]) -> str:

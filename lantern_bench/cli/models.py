@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from lantern_bench.config.experiment import ResolvedExperiment
 
+_ON_ONE_LINE = ["model", "tokens", "weights", "about"]  # columns of the list for people
+
 
 @with_format
 def models(
@@ -42,9 +44,13 @@ def models(
             except RefusedError as error:
                 rows.append({"model": listed.name, "about": f"unreadable: {error.message}"})
                 console.warn(f"{listed.name} is unreadable: {error.message}", error.advice)
-        console.table(pd.DataFrame(rows).astype({"tokens": "Int64"}))
+        table = pd.DataFrame(rows).astype({"tokens": "Int64"})
+        if console.format not in ("csv", "json"):
+            table = table[_ON_ONE_LINE]
+        console.table(table)
         console.say(
-            "`lantern-bench models NAME` shows one model; --model also takes your own YAML file."
+            "`lantern-bench models NAME` shows one model, `weights get NAME` gets its files; "
+            "--model also takes your own YAML file."
         )
         return
     described = model_of(model)
@@ -70,6 +76,7 @@ def _row(model: Model) -> dict[str, Any]:
         "model": model.name,
         "parameters_m": None if model.parameters is None else round(model.parameters / 1e6),
         "tokens": model.tokens,
+        "weights": f"{len(parts) - len(missing)} of {len(parts)}" if parts else "own file",
         "files": "; ".join(f"{part['part']}: {part['files']}" for part in parts),
         "found": ", ".join(part["part"] for part in parts if part["found"]),
         "found_mb": round(sum(file.stat().st_size for file in files if file.is_file()) / 1e6, 1),

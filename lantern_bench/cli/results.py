@@ -198,10 +198,13 @@ def curves(
 
     from lantern_bench.report.draw import draw_curves
 
-    for path in draw_curves(
+    files = draw_curves(
         runs=runs, folder=folder, by=by, cells=split_words(cells or []), width=width
-    ):
-        console.data(str(path))
+    )
+    pictures = [path for path in files if path.suffix == ".png"]
+    console.say(f"{len(pictures)} charts in {folder}, each as PNG, SVG, PDF and CSV. The main one:")
+    of_quality = [path for path in pictures if path.name.startswith("speed-quality")]
+    console.data(str(of_quality[0] if of_quality else pictures[0]))
 
 
 def _of_only_run(runs: Sequence[Path]) -> Path:

@@ -100,17 +100,25 @@ def format_figure(column: str, value: Any, low: Any = None, high: Any = None) ->
     return f"{text} [{form.format(low)}, {form.format(high)}]"
 
 
-def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
+def readable(table: pd.DataFrame, name: str | None = None, *, intervals: bool = False) -> Readable:
     """Return a table formatted for people.
 
     With `name`, its name in the schema, empty columns and settings that the id holds are left out,
     values that all rows share become notes, and acceptance is shown by depth only.
+
+    Args:
+        table: The table.
+        name: Its name in the schema.
+        intervals: The summary has all its intervals and the p-value of the distance. Otherwise it
+            has intervals of speedup only, as in the papers, to fit the screen.
     """
     rows = _shown_rows(table, name)
-    texts = {
-        _head(rows, column): figure_texts(rows, column, name)
-        for column in _shown_columns(rows, name)
-    }
+    texts = {}
+    for column in _shown_columns(rows, name):
+        is_bare = name == "summary" and column != "speedup" and not intervals
+        texts[_head(rows, column)] = figure_texts(rows, column, intervals=not is_bare)
+        if column == "distance" and intervals:
+            texts[head_of("distance_p")] = figure_texts(rows, "distance_p")
     return Readable(pd.DataFrame(texts), tuple(_notes(rows, name)))
 
 
@@ -129,18 +137,15 @@ def _shown_columns(rows: pd.DataFrame, name: str | None) -> list[str]:
     return shown
 
 
-def figure_texts(rows: pd.DataFrame, column: str, name: str | None = None) -> list[str]:
+def figure_texts(rows: pd.DataFrame, column: str, *, intervals: bool = True) -> list[str]:
     """Return the figures of a column as texts.
 
     Args:
         rows: The table, with the ends of intervals.
         column: The column.
-        name: The name of the table in the schema. The summary has intervals of speedup only, as in
-            the papers, to fit the screen: the speed and quality tables hold the others.
+        intervals: Whether a figure has its interval behind it.
     """
-    ends: Sequence[str] = ENDS
-    if name == "summary" and column != "speedup":
-        ends = ENDS[:1]
+    ends: Sequence[str] = ENDS if intervals else ENDS[:1]
     figures = rows.reindex(columns=[f"{column}{end}" for end in ends])
     return [format_figure(column, *figure) for figure in figures.itertuples(index=False)]
 
@@ -176,14 +181,24 @@ def _summary_figures(table: pd.DataFrame) -> list[str]:
     return [metric.name for metric in for_screen]
 
 
-def _notes(table: pd.DataFrame, name: str | None) -> Iterator[str]:
-    """Yield the notes below a table: shared values, how to read it, and the notes of its rows."""
+def _notes(table: pd.DataFrame, name: str | None) -> list[str]:
+    """Return at most three notes: shared values, how to read the table, the notes of its rows."""
     if name is None:
-        return
+        return []
+    shared = "; ".join(_shared_values(table))
+    reading = " ".join(_how_to_read(table, name))
+    of_rows = ". ".join(_notes_of_rows(table))
+    return [note for note in (shared, reading, of_rows) if note]
+
+
+def _shared_values(table: pd.DataFrame) -> Iterator[str]:
     for column in map(str, table.filter(_OFTEN_SHARED)):
         values = table[column].unique()
         if len(values) == 1 and pd.notna(values[0]):
             yield f"{column.replace('_', ' ')}: {values[0]}"
+
+
+def _how_to_read(table: pd.DataFrame, name: str) -> Iterator[str]:
     if "mean_accepted_length" in table:
         yield (
             "MAL: tokens committed per step, the target's own (bonus) token included, the prefill "
@@ -204,8 +219,6 @@ def _notes(table: pd.DataFrame, name: str | None) -> Iterator[str]:
         yield from _against_ar(table)
     if name == "acceptance":
         yield "Rates by depth of the tree; acceptance.csv also has rates by position."
-    if "note" in table:
-        yield from _notes_of_rows(table)
 
 
 def _has_values(table: pd.DataFrame, column: str) -> bool:
@@ -214,6 +227,8 @@ def _has_values(table: pd.DataFrame, column: str) -> bool:
 
 def _notes_of_rows(table: pd.DataFrame) -> Iterator[str]:
     """Yield the notes of the rows, each once, with the cells that it is about."""
+    if "note" not in table:
+        return
     names = table["cell_id"]
     if "category" in table:
         names = (table["category"].fillna("") + " " + names).str.strip()
@@ -305,7 +320,7 @@ def latex(
     alignment = ""
     columns: dict[str, list[str]] = {}
     for column in _shown_columns(rows, name):
-        texts = figure_texts(rows, column, name)
+        texts = figure_texts(rows, column)
         if not any(texts):
             continue
         kind = "l"

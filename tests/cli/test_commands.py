@@ -22,6 +22,7 @@ from lantern_bench import __version__
 from lantern_bench.analysis.tables import NAMES
 from lantern_bench.cli import main as cli
 from lantern_bench.cli.console import FORMATS
+from lantern_bench.models import registry
 from lantern_bench.storage.run_directory import RESULTS_VARIABLE
 from lantern_bench.utils.errors import CheckFailedError, RecordsFailedError, RefusedError, UserError
 from tests.helpers.made_up_run import make_records, make_scores, write_run
@@ -265,11 +266,39 @@ def test_interruption_exits_130(failing, monkeypatch):
     assert cli.main(["--version"]) == 130
 
 
-def test_curves_print_the_files_they_write(results, capsys):
+@pytest.mark.parametrize(
+    ("typed", "message", "command"),
+    [
+        (["show", "--nosuch"], "error: No such option: --nosuch", "lantern-bench show"),
+        (["show"], "error: Missing argument 'RUN'", "lantern-bench show"),
+        (["nosuch"], "error: No such command 'nosuch'", "lantern-bench"),
+        (["explore", "trees", "--verify", "x"], "error: --verify: ", "lantern-bench explore"),
+    ],
+)
+def test_errors_of_the_parser_look_like_all_others(typed, message, command, capsys):
+    assert cli.main(typed) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(message)
+    assert second == f"  `{command} -h` shows what it takes."
+
+
+def test_the_list_of_models_has_one_line_for_each(capsys):
+    assert cli.main(["models", "--format", "table"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line]) == len(registry.models()) + 2
+    assert max(map(len, lines)) <= 100
+
+
+def test_curves_name_their_folder_and_the_main_chart(results, capsys):
     assert cli.main(["curves", "first"]) == 0
-    printed = {Path(line) for line in capsys.readouterr().out.splitlines()}
-    assert printed == set((results / "first-1234" / "figures").iterdir())
-    assert len(printed) > 9
+    written = capsys.readouterr()
+    folder = results / "first-1234" / "figures"
+    pictures = list(folder.glob("*.png"))
+    assert len(pictures) > 2
+    assert f"{len(pictures)} charts in {folder}, each" in written.err
+    main = Path(written.out.rstrip())
+    assert main.name.startswith("speed-quality")
+    assert main.resolve() in pictures
 
 
 def test_curves_of_several_runs_share_the_axes(results, monkeypatch):
@@ -277,7 +306,7 @@ def test_curves_of_several_runs_share_the_axes(results, monkeypatch):
 
     def draw(**arguments):
         drawn.append(arguments)
-        return []
+        return [Path("both/a.png")]
 
     monkeypatch.setattr("lantern_bench.report.draw.draw_curves", draw)
     assert cli.main(["curves", "first", "second", "--out", "both"]) == 0

@@ -26,9 +26,11 @@ def test_summary(tables):
     ]
     assert list(shown["MAL"]) == ["1.00", "2.00", "3.00"]
     assert list(shown["over lossless"]) == ["0.48x", "1.00x", "1.57x"]
-    assert "model: lanterns" in notes
-    assert "fid features: lanterns-features-64@abcd" in notes
-    assert "fid needs 128 images, twice its features; there are 4" in notes
+    shared, reading, of_rows = notes
+    assert shared.startswith("model: lanterns; ")
+    assert "; fid features: lanterns-features-64@abcd" in shared
+    assert reading.startswith("MAL: ")
+    assert "fid needs 128 images, twice its features; there are 4" in of_rows
 
 
 def test_the_summary_shows_distance_and_fid_in_place_of_other_quality(tables):
@@ -53,6 +55,18 @@ def test_the_summary_shows_distance_and_fid_in_place_of_other_quality(tables):
     )
     heads.remove("distance (at least)")
     assert list(shown.columns) == heads
+
+
+def test_a_wide_summary_has_all_intervals_and_the_p_value(tables):
+    table = tables["summary"].assign(distance=[0.0, 0.001, 0.25], distance_p=[0.5, 0.5, 1e-9])
+    table = table.assign(distance_low=[-0.01, -0.01, 0.2], distance_high=[0.01, 0.01, 0.3])
+    shown, _ = readable(table, "summary", intervals=True)
+    assert shown["distance (at least)"].iloc[2] == "0.2500 [0.2000, 0.3000]"
+    assert list(shown["distance p"]) == ["0.5", "0.5", "1e-09"]
+    bare = readable(table, "summary").frame
+    assert bare["distance (at least)"].iloc[2] == "0.2500"
+    assert "distance p" not in bare
+    assert "0.2500 & [0.2000, 0.3000]" in latex(table, "summary")
 
 
 def test_features_are_named_in_the_head_or_in_a_column(tables):
@@ -92,8 +106,7 @@ def test_a_note_names_its_cells(tables):
     table.loc[2, "note"] = "second"
     _, notes = readable(table, "speed")
     ids = list(table["cell_id"])
-    assert f"{ids[1]}: first" in notes
-    assert f"{ids[1]}, {ids[2]}: second" in notes
+    assert f"{ids[1]}: first. {ids[1]}, {ids[2]}: second" in notes[-1]
 
 
 def test_a_table_without_a_name_is_shown_whole():
@@ -136,7 +149,7 @@ def test_output_is_a_column_where_cells_differ_in_it(tables):
         shown = readable(tables[name], name).frame
         assert list(shown["output"]) == ["lossless", "lossless", "relaxed"], name
     lossless = tables["summary"].head(2)
-    assert "output: lossless" in readable(lossless, "summary").notes
+    assert "output: lossless" in readable(lossless, "summary").notes[0].split("; ")
 
 
 def test_latex_is_ready_for_a_paper(tables):
@@ -150,7 +163,7 @@ def test_latex_is_ready_for_a_paper(tables):
     remarks = [line for line in text.splitlines() if line.startswith("%")]
     _, _, head, _, *rows, _, _ = (line for line in text.splitlines() if line not in remarks)
     assert remarks[:2] == ["% 50%_a run", r"% needs \usepackage{booktabs}"]
-    assert r"\begin{tabular}{llrrr@{ }lrrlrrr}" in text
+    assert r"\begin{tabular}{llrrr@{ }lr@{ }lr@{ }llr@{ }lr@{ }lr}" in text
     assert r"\toprule" in text
     assert r"\bottomrule" in text
     cells = [row.removesuffix(r" \\").split(" & ") for row in rows]
@@ -165,7 +178,8 @@ def test_latex_is_ready_for_a_paper(tables):
         [r"3.25$\times$", "[$-$2.50, 4.26]"],
     ]
     # CLIP score: a tie
-    assert [row[-2].startswith(r"\textbf") for row in cells] == [True, True, False]
+    assert [row[-3].startswith(r"\textbf") for row in cells] == [True, True, False]
+    assert cells[1][8:10] == [r"\textbf{2.00}", "[2.00, 2.00]"]  # MAL
     assert not any(row[-1].startswith(r"\textbf") for row in cells)  # recall: all are equal
     low = latex(tables["summary"].assign(fid=[12.0, 11.0, 13.0]), "summary")
     assert low.count(r"\textbf{11.00}") == 1

@@ -32,7 +32,7 @@ class Lanterns(Model):
     """Scenes of paper lanterns: 64x64 pixels, 256 tokens of 2,048 codes, weights in `folder`."""
 
     name = family = "lanterns"
-    description = "bundled miniature: 64x64 px scenes of paper lanterns, 256 tokens"
+    description = "bundled miniature: 64x64 px scenes of paper lanterns"
     licence = "Apache-2.0"
     defaults: Mapping[str, Any] = {"cfg_scale": GUIDANCE, "tree": TREE}
     codes = 2048
