@@ -180,7 +180,11 @@ def curves(
     ctx: typer.Context,
     runs: RunsArgument,
     by: Annotated[
-        str, typer.Option(help="Colour by mode, delta, lambda, bound, tree or temperature.")
+        str,
+        typer.Option(
+            help="Colour by mode, delta, lambda, bound, tree, temperature, or a column of the "
+            "prompts such as category (curves of acceptance)."
+        ),
     ] = "mode",
     cells: Annotated[
         list[str] | None, typer.Option(help="Only cells of these ids or modes; * is any text.")

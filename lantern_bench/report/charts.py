@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain, count, cycle, product
@@ -221,13 +221,18 @@ class Chart:
     x_title: str
     y_title: str  # a second line names the scorer
     family: Sequence[str] = tuple(CELL)  # columns that tell lines apart
-    panels: bool = False  # a panel for each line
+    panels: Sequence[str] = ()  # columns that tell panels apart; empty: one for all lines
     x_is_count: bool = False  # whether x counts something
 
     @property
     def joined(self) -> bool:
         """Whether the points of a line are joined; on a front, only undominated points are."""
         return "dominated" not in self.points and self.x != "tree"
+
+    def in_panels(self) -> list[Chart]:
+        """Return the chart of each panel, in the order of their first points."""
+        groups = self.points.groupby(list(self.panels), sort=False, dropna=False)
+        return [replace(self, points=points, panels=()) for _, points in groups]
 
     def lines(self) -> list[pd.DataFrame]:
         """Return the points of each line, in the order of their first points."""
@@ -248,6 +253,31 @@ def charts(runs: Mapping[str, Tables], parameters: Sequence[str] = OF_CURVES) ->
 
     `parameters` are the horizontal axes of charts of `BY_BOUND`.
     """
+    yield from _draft_charts(runs)
+    yield from fronts(runs)
+    yield from bound_charts(length_points(runs), parameters)
+
+
+def group_charts(groups: Mapping[str, Tables], by: str) -> Iterator[Chart]:
+    """Yield the charts of acceptance by groups of prompts: a line for each group in each panel.
+
+    Args:
+        groups: The tables of each group. Charts name it in the place of the run.
+        by: The column of the prompts, for the names of the charts.
+    """
+    for chart in (*_draft_charts(groups), *bound_charts(length_points(groups), OF_CURVES)):
+        # The legend names the groups.
+        points = chart.points.assign(label=labels(chart.points.assign(run="")))
+        yield replace(
+            chart,
+            name=f"{chart.name}-by-{_in_name(by)}",
+            points=points,
+            panels=[name for name in chart.family if name != "run"],
+        )
+
+
+def _draft_charts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
+    """Yield the charts of accepted drafts that the runs have data for."""
     rate = f"acceptance rate ({INTERVAL})"
     of_drafts = [
         Chart(
@@ -266,7 +296,7 @@ def charts(runs: Mapping[str, Tables], parameters: Sequence[str] = OF_CURVES) ->
             y="rate",
             x_title="position in the image (tokens, row by row)",
             y_title=rate,
-            panels=True,
+            panels=CELL,
         ),
         Chart(
             name="accepted-lengths",
@@ -275,13 +305,11 @@ def charts(runs: Mapping[str, Tables], parameters: Sequence[str] = OF_CURVES) ->
             y="share",
             x_title="tokens committed by a step (bonus token included)",
             y_title="fraction of steps",
-            panels=True,
+            panels=CELL,
             x_is_count=True,
         ),
     ]
     yield from (chart for chart in of_drafts if len(chart.points))
-    yield from fronts(runs)
-    yield from bound_charts(length_points(runs), parameters)
 
 
 def bound_charts(table: pd.DataFrame, parameters: Sequence[str]) -> Iterator[Chart]:
@@ -325,8 +353,13 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
         for scorer, rows in scorers:
             name = f"{'speed' if speed == 'speedup' else 'length'}-quality-{figure}"
             if len(scorers) > 1:
-                name += "-" + re.sub(r"[\W_]", "-", str(scorer))
+                name += f"-{_in_name(str(scorer))}"
             yield _front(rows, name=name, speed=speed, figure=figure, scorer=str(scorer))
+
+
+def _in_name(text: str) -> str:
+    """Text as a part of the name of a file."""
+    return re.sub(r"[\W_]", "-", text)
 
 
 def _front(rows: pd.DataFrame, *, name: str, speed: str, figure: str, scorer: str) -> Chart:
@@ -412,6 +445,14 @@ def run_styles(runs: Mapping[str, Tables], by: str = "mode") -> Styles:
     cells = stack_runs(runs, "speed")
     looks = map(Style, count(), _colours(cells[by], by), cycle(MARKERS), cycle(DASHES))
     return dict(zip(_keys(cells), looks, strict=True))
+
+
+def group_styles(groups: Mapping[str, Tables]) -> Styles:
+    """Return the style of every cell of groups of prompts, the same for all cells of a group."""
+    names = pd.Series(list(groups))
+    looks = map(Style, count(), _colours(names, "group"), cycle(MARKERS), cycle(DASHES))
+    of_group = dict(zip(names, looks, strict=True))
+    return {key: of_group[key[0]] for key in _keys(stack_runs(groups, "speed"))}
 
 
 def _keys(table: pd.DataFrame) -> Iterator[CellKey]:

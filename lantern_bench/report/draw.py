@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
 from lantern_bench.analysis.compare import warn_of_unlike
 from lantern_bench.analysis.labels import GROUPINGS, labels
+from lantern_bench.analysis.prompt_groups import prompt_columns, split_run
 from lantern_bench.report.charts import (
     OF_CURVES,
     Chart,
@@ -20,13 +21,15 @@ from lantern_bench.report.charts import (
     charts,
     choose_cells,
     curve_tables,
+    group_charts,
+    group_styles,
     is_hollow,
     line_label,
     run_styles,
     styles_of,
     whiskers,
 )
-from lantern_bench.storage.run_directory import load_runs
+from lantern_bench.storage.run_directory import RunData, load_runs
 from lantern_bench.storage.schema import write_csv
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import write_file
@@ -75,8 +78,9 @@ def draw_curves(
     Args:
         runs: The run directories.
         folder: Where to write the files.
-        by: What colours stand for. Except for the mode, also what the mean accepted length and the
-            acceptance rate are drawn against.
+        by: What colours stand for: one of `GROUPINGS` or a column of the prompts. A parameter is
+            also what the mean accepted length and the acceptance rate are drawn against. A column
+            of the prompts gives the charts of acceptance, with a line for each group.
         cells: Patterns as in `choose_cells`; empty for all cells.
         width: A key of `WIDTHS`.
 
@@ -86,16 +90,21 @@ def draw_curves(
     """
     from matplotlib import rc_context
 
-    for flag, value, choices in (("by", by, GROUPINGS), ("width", width, WIDTHS)):
-        if value not in choices:
-            raise UserError(f"--{flag} {value}: must be one of {', '.join(choices)}")
+    if width not in WIDTHS:
+        raise UserError(f"--width {width}: must be one of {', '.join(WIDTHS)}")
     loaded = load_runs(runs, tables_suffice=True)
     warn_of_unlike(loaded)
-    tables: dict[str, Tables] = {name: curve_tables(run) for name, run in loaded.items()}
+    of_cells = by in GROUPINGS
+    shown = loaded if of_cells else _groups(loaded, by)
+    tables: dict[str, Tables] = {name: curve_tables(run) for name, run in shown.items()}
     if cells:
         tables = choose_cells(tables, cells)
-    styles = run_styles(tables, by)
-    drawn = list(charts(tables, OF_CURVES if by == "mode" else (by,)))
+    if of_cells:
+        styles = run_styles(tables, by)
+        drawn = list(charts(tables, OF_CURVES if by == "mode" else (by,)))
+    else:
+        styles = group_styles(tables)
+        drawn = list(group_charts(tables, by))
     if not drawn:
         raise RefusedError(
             "nothing to draw: these runs hold no drafts and no images that are both scored and "
@@ -107,6 +116,25 @@ def draw_curves(
             figure = to_matplotlib(chart, styles, WIDTHS[width])
             files += _save_all(figure, chart, folder)
     return files
+
+
+def _groups(runs: Mapping[str, RunData], by: str) -> dict[str, RunData]:
+    """Return the run of each group of prompts of the runs, by its name in legends."""
+    kept: dict[str, None] = {}
+    for run in runs.values():
+        kept |= dict.fromkeys(prompt_columns(run))
+    if by not in kept:
+        raise UserError(
+            f"--by {by}: must be one of {', '.join(GROUPINGS)}, or a column of the prompts",
+            f"The columns of these prompts are {', '.join(kept)}." if kept else None,
+        )
+    groups = {}
+    for name, run in runs.items():
+        for value, group in split_run(run, by).items():
+            prompts = group.records["prompt_id"].nunique()
+            of_run = f"{name}: " if len(runs) > 1 else ""
+            groups[f"{of_run}{value} ({prompts} prompts)"] = group
+    return groups
 
 
 def draw_surface(table: pd.DataFrame, folder: Path) -> list[Path]:
@@ -204,27 +232,32 @@ def to_matplotlib(chart: Chart, styles: Styles, width: float = WIDTHS["two"]) ->
 
 
 def _draw_panels(chart: Chart, styles: Styles, width: float) -> Figure:
-    """Draw a panel for each line."""
+    """Draw panels, above a legend if a panel has several lines."""
     from matplotlib.figure import Figure
 
-    lines = chart.lines()
-    across = min(round(width / 2), len(lines))
-    down = -(-len(lines) // across)
+    parts = chart.in_panels()
+    across = min(round(width / 2), len(parts))
+    down = -(-len(parts) // across)
     figure = Figure((width, 1.5 * down + 0.6), layout="constrained")
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     for number, axes in enumerate(grid.ravel()):
         # The last panel of each column has tick labels, also above an empty one.
-        axes.tick_params(labelbottom=number + across >= len(lines))
-        axes.set_visible(number < len(lines))
-    for axes, points in zip(grid.ravel(), lines, strict=False):
-        _draw_line(axes, chart, points, styles=styles)
-        axes.set_title(line_label(points), fontsize="small", loc="left")
-        if chart.x == "middle" and pd.notna(points["row_tokens"].iloc[0]):
-            row = int(points["row_tokens"].iloc[0])
-            _draw_row_ends(axes, row, tokens=int(points["index_end"].max()) + 1)
+        axes.tick_params(labelbottom=number + across >= len(parts))
+        axes.set_visible(number < len(parts))
+    groups = {}
+    for axes, part in zip(grid.ravel(), parts, strict=False):
+        for points in part.lines():
+            groups[str(points["run"].iloc[0])] = _draw_line(axes, chart, points, styles=styles)
+        axes.set_title(line_label(part.points), fontsize="small", loc="left")
+        if chart.x == "middle" and pd.notna(part.points["row_tokens"].iloc[0]):
+            row = int(part.points["row_tokens"].iloc[0])
+            _draw_row_ends(axes, row, tokens=int(part.points["index_end"].max()) + 1)
     _limit(grid[0, 0], chart)
     figure.supxlabel(chart.x_title, fontsize="medium")
     figure.supylabel(chart.y_title, fontsize="medium")
+    if "run" not in chart.panels:
+        # Below the panels is the title of their x axes.
+        _draw_legend(figure, list(groups.values()), list(groups), place="outside upper left")
     return figure
 
 
@@ -251,27 +284,36 @@ def _draw_one_panel(chart: Chart, styles: Styles, width: float) -> Figure:
         )
     axes.set(xlabel=chart.x_title, ylabel=chart.y_title)
 
-    # The legend has as many columns as fit; the axes keep their height.
-    handles, names = axes.get_legend_handles_labels()
-    columns = max(1, int(width / (0.65 + 0.055 * max(map(len, names)))))
+    _draw_legend(figure, *axes.get_legend_handles_labels())
+    return figure
+
+
+def _draw_legend(
+    figure: Figure,
+    handles: Sequence[Any],
+    names: Sequence[str],
+    place: Literal["outside lower left", "outside upper left"] = "outside lower left",
+) -> None:
+    """Draw a legend outside the axes, which keep their height. It has as many columns as fit."""
+    columns = max(1, int(figure.get_figwidth() / (0.65 + 0.055 * max(map(len, names)))))
     rows = -(-len(names) // columns)
     figure.set_figheight(figure.get_figheight() + 0.14 * rows)
     figure.legend(
         handles,
         names,
-        loc="outside lower left",
+        loc=place,
         ncols=columns,
         frameon=False,
         fontsize="small",
         handlelength=3.2,
     )
-    return figure
 
 
-def _draw_line(axes: Axes, chart: Chart, points: pd.DataFrame, *, styles: Styles) -> None:
+def _draw_line(axes: Axes, chart: Chart, points: pd.DataFrame, *, styles: Styles) -> Any:
+    """Draw a line, and return its handle for a legend."""
     style = styles_of(points, styles)[-1]
     hollow = is_hollow(points)
-    axes.errorbar(
+    return axes.errorbar(
         points[chart.x].tolist(),
         points[chart.y].tolist(),
         xerr=whiskers(points, chart.x),

@@ -21,7 +21,7 @@ from lantern_bench.analysis.token_distance import (
     p_value,
 )
 from lantern_bench.storage.run_directory import RunData
-from tests.helpers.made_up_run import STRICT, WALKS, make_record, run_of
+from tests.helpers.made_up_run import STRICT, WALKS, make_record, run_of, token_scores
 
 TOKENS = 256
 FEATURES = 3
@@ -190,24 +190,7 @@ def run_with(prompts: int, **changes: Any) -> RunData:
         make_record(cell=STRICT, prompt=prompt, walks=WALKS, seconds=1.0)
         for prompt in range(prompts)
     ]
-    scores = []
-    for prompt, record in enumerate(records):
-        row = {
-            "level": "tokens",
-            "cell_id": STRICT.cell_id,
-            "record_key": record["record_key"],
-            "tokens": 256,
-            "impossible_tokens": 0,
-            "mismatched_tokens": None,
-            "edge_tokens": 0,
-            "entropy": 3.0,
-            "largest_p": 0.2,
-            "ten_largest_p": 0.5,
-            "features": "surprise squared_surprise",
-            "feature_sums": [(-1.0) ** prompt, 0.0, 256.0, 0.0, 256.0],
-            "feature_ranges": None,
-        }
-        scores.append(row | changes)
+    scores = [token_scores(record, **changes) for record in records]
     return run_of(records, scores)
 
 

@@ -23,6 +23,7 @@ from tests.helpers.made_up_run import (
     make_record,
     make_scores,
     run_of,
+    token_scores,
     write_run,
 )
 
@@ -55,22 +56,8 @@ def scored(records: Iterable[Row]) -> list[Row]:
     for record in records:
         if record["status"] == "ok":
             shift = 20.0 + record["order_index"]
-            tokens = {
-                "level": "tokens",
-                "cell_id": record["cell_id"],
-                "record_key": record["record_key"],
-                "tokens": 256,
-                "impossible_tokens": 0,
-                "mismatched_tokens": None,
-                "edge_tokens": 0,
-                "entropy": 3.0,
-                "largest_p": 0.2,
-                "ten_largest_p": 0.5,
-                "features": "surprise squared_surprise",
-                "feature_sums": [shift, 0.0, 256.0, 0.0, 256.0],
-                "feature_ranges": None,
-            }
-            rows.append(tokens)
+            sums = [shift, 0.0, 256.0, 0.0, 256.0]
+            rows.append(token_scores(record, feature_sums=sums))
     return rows
 
 

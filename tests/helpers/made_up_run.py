@@ -135,6 +135,26 @@ def make_scores(records: list[Row]) -> list[Row]:
     return rows
 
 
+def token_scores(record: Row, **changes: Any) -> Row:
+    """The sums of two features of the tokens of an image, by version 1."""
+    row = {
+        "level": "tokens",
+        "cell_id": record["cell_id"],
+        "record_key": record["record_key"],
+        "tokens": 256,
+        "impossible_tokens": 0,
+        "mismatched_tokens": None,
+        "edge_tokens": 0,
+        "entropy": 3.0,
+        "largest_p": 0.2,
+        "ten_largest_p": 0.5,
+        "features": "surprise squared_surprise",
+        "feature_sums": [(-1.0) ** record["order_index"], 0.0, 256.0, 0.0, 256.0],
+        "feature_ranges": None,
+    }
+    return row | changes
+
+
 def with_checksum(line: bytes) -> bytes:
     """A line of a file with the right checksum, whatever its content."""
     head = line.removesuffix(b"}")

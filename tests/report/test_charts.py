@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from lantern_bench.analysis.labels import BOUNDS
+from lantern_bench.analysis.prompt_groups import split_run
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.report.charts import (
     acceptance_points,
@@ -21,6 +22,8 @@ from lantern_bench.report.charts import (
     choose_cells,
     curve_tables,
     fronts,
+    group_charts,
+    group_styles,
     is_dominated,
     line_label,
     run_styles,
@@ -32,6 +35,7 @@ from lantern_bench.report.page import to_plotly
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.helpers.made_up_run import (
     AR,
+    LOOSE,
     STRICT,
     WALKS,
     make_record,
@@ -279,12 +283,85 @@ def test_curves_by_a_parameter(by, cells):
         assert max(channels) - min(channels) > 100
 
 
-@pytest.mark.parametrize(
-    ("changes", "wrong"), [({"by": "colour"}, "--by colour"), ({"width": "3"}, "--width 3")]
-)
-def test_unknown_choices_are_refused(changes, wrong, tmp_path):
-    with pytest.raises(UserError, match=wrong):
-        draw_curves([], tmp_path, **changes)
+def with_categories(cells, prompts=4):
+    """Records of cells over prompts of two categories, which accept differently."""
+    records = []
+    for cell, prompt in product(cells, range(prompts)):
+        walks = [[]] * 6 if cell == AR else [*WALKS, *[[0, 0]] * (prompt % 2)]
+        record = make_record(cell=cell, prompt=prompt, walks=walks, seconds=1.0)
+        category = "fine detail" if prompt % 2 else "animals"
+        records.append(record | {"prompt_metadata": {"category": category}})
+    return records
+
+
+def test_curves_by_category_have_a_panel_a_cell_and_a_line_a_category():
+    records = with_categories([AR, STRICT, LOOSE])
+    groups = {
+        name: curve_tables(part) for name, part in split_run(run_of(records), "category").items()
+    }
+    styles = group_styles(groups)
+    chart, *others = group_charts(groups, "category")
+    assert chart.name == "acceptance-by-depth-by-category"
+    assert [other.name for other in others] == [
+        "acceptance-by-position-by-category",
+        "accepted-lengths-by-category",
+    ]
+    panels = chart.in_panels()
+    assert [panel.points["cell_id"].unique().tolist() for panel in panels] == [
+        [STRICT.cell_id],
+        [LOOSE.cell_id],
+    ]
+    for panel in panels:
+        assert [line["run"].iloc[0] for line in panel.lines()] == ["animals", "fine detail"]
+        for line in panel.lines():
+            alone = [
+                row for row in records if row["prompt_metadata"]["category"] == line["run"].iloc[0]
+            ]
+            expected = acceptance_points({"run": tables_from(alone)})
+            expected = expected[expected["cell_id"] == line["cell_id"].iloc[0]]
+            assert line["rate"].tolist() == expected["rate"].tolist()
+            assert line["rate_low"].tolist() == expected["rate_low"].tolist()
+    figure = to_matplotlib(chart, styles)
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles == ["speculative (strict) (lossless)", "LANTERN++ λ=2 (relaxed)"]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["animals", "fine detail"]
+    colours = {axes.lines[0].get_color() for axes in figure.axes}
+    assert len(colours) == 1
+    # No text overlaps another: the legend is above the panels, the title of the axes below.
+    figure.draw_without_rendering()
+    title = figure.get_supxlabel()
+    below = next(text for text in figure.texts if text.get_text() == title)
+    assert not legend.get_window_extent().overlaps(below.get_window_extent())
+
+
+def test_curves_against_a_bound_have_a_line_a_category():
+    records = with_categories([AR, LOOSE, LOOSE.changed(**{"lambda": 5.0})])
+    groups = {
+        name: curve_tables(part) for name, part in split_run(run_of(records), "category").items()
+    }
+    drawn = {chart.name: chart for chart in group_charts(groups, "item type")}
+    (panel,) = drawn["mean-accepted-length-by-lambda-by-item-type"].in_panels()
+    assert [line["lambda"].tolist() for line in panel.lines()] == [[2.0, 5.0], [2.0, 5.0]]
+
+
+def test_curves_by_category_of_several_runs(tmp_path):
+    records = with_categories([AR, STRICT])
+    runs = [write_run(tmp_path / name, records, []) for name in "ab"]
+    files = draw_curves(runs, tmp_path / "drawn", by="category", cells=["speculative"])
+    points = pd.read_csv(next(path for path in files if path.suffix == ".csv"))
+    assert points["run"].unique().tolist() == [
+        f"{run}: {category} (2 prompts)"
+        for run, category in product("ab", ("animals", "fine detail"))
+    ]
+    with pytest.raises(UserError, match="--by colour: must be one of mode") as raised:
+        draw_curves(runs, tmp_path / "drawn", by="colour")
+    assert raised.value.advice == "The columns of these prompts are category."
+
+
+def test_unknown_widths_are_refused(tmp_path):
+    with pytest.raises(UserError, match="--width 3"):
+        draw_curves([], tmp_path, width="3")
 
 
 MULTIPLICATIVE = {"mode": "lantern++", "lambda": 2, "delta": None}
