@@ -31,6 +31,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "tests" / "examples" / "distance_rule"
+SURE = ROOT / "tests" / "examples" / "sure_rule"
 
 
 def run(
@@ -136,6 +137,38 @@ def test_a_rule_from_outside_is_swept_shown_drawn_and_measured(tmp_path: Path) -
         "relaxed",
         "relaxed",
     )
+
+
+def test_a_probability_rule_from_outside_is_swept_and_audited(tmp_path: Path) -> None:
+    tiny = ["--model", "tiny", "--no-compile", "--images", "6", "--metrics", "speed"]
+    done = run(
+        tmp_path,
+        ["sweep", str(SURE / "sure.yaml"), *tiny, "--neighbours", "3", "--out", "run"],
+        ["certify", "tiny", "--modes", "sure", "--samples", "8", "--out", "audit"],
+        path=SURE,
+    )
+    assert done.returncode == 0, done.stderr
+    lengths = {
+        row["bound"]: float(row["mean_accepted_length"])
+        for row in rows(tmp_path / "run" / "speed.csv")
+        if row["mode"] == "sure"
+    }
+    assert list(lengths) == ["0.1", "0.2", "0.4"]
+    assert 1 < lengths["0.1"] < lengths["0.4"]
+    (audited,) = rows(tmp_path / "audit" / "audit.csv")
+    assert (audited["mode"], audited["claim"]) == ("sure", "relaxed")
+
+
+def test_the_probability_rule_adds_the_certainty_of_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(RULES, "sure", runpy.run_path(str(SURE / "sure_rule.py"))["sure"])
+    p = torch.tensor([[0.5, 0.25, 0.25], [0.0, 1.0, 0.0]], dtype=torch.float64)
+    q = torch.tensor([[0.2, 0.6, 0.2], [0.5, 0.25, 0.25]], dtype=torch.float64)
+    decided = accept(p=p, q=q, tokens=torch.tensor([[1], [0]]), rule=rule_named("sure", 0, 0.4))
+    certain = math.exp(0.5 * math.log(0.5) + 0.5 * math.log(0.25))
+    expected = torch.tensor([[0.25 / 0.6 + 0.4 * certain], [0.4]], dtype=torch.float64)
+    torch.testing.assert_close(decided.accept, expected)
 
 
 def test_an_edited_rule_does_not_continue_a_run(tmp_path: Path) -> None:

@@ -261,6 +261,12 @@ def test_contributing_lists_the_layers_of_the_import_contract() -> None:
             ("distance_rule.py", "pyproject.toml", "distance.yaml"),
             40,
         ),
+        (
+            "adding-a-rule.md",
+            "examples/sure_rule",
+            ("sure_rule.py", "pyproject.toml", "sure.yaml"),
+            40,
+        ),
     ],
 )
 def test_a_page_shows_its_example_which_is_short(
