@@ -119,6 +119,20 @@ def check_comparability(unlike: Collection[Difference], across: Collection[str])
             raise RefusedError("\n  ".join(lines), f"To compare them anyway: --across {kind}")
 
 
+def stated_differences(runs: Mapping[str, RunData]) -> list[str]:
+    """Return a sentence for each run after the first: in what it differs from the first one."""
+    (first, a), *others = runs.items()
+    sentences = []
+    for run, b in others:
+        unlike = differences(a, b)
+        facts = [f"{name} ({of_b} instead of {of_a})" for _, name, of_a, of_b in unlike]
+        kinds = {difference.kind for difference in unlike}
+        reasons = [reason for kind, reason in ACROSS.items() if kind in kinds]
+        text = "; ".join(facts) or "nothing that both record"
+        sentences.append(": ".join([f"{run} differs from {first} in {text}", *reasons]))
+    return sentences
+
+
 def warn_of_unlike(runs: Mapping[str, RunData]) -> None:
     """Warn of runs, drawn together, whose prompts or whose kinds of distance differ."""
     (first, a), *others = runs.items()

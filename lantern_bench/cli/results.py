@@ -29,6 +29,9 @@ from lantern_bench.utils.text import split_words
 if TYPE_CHECKING:
     import pandas as pd
 
+    from lantern_bench.report.charts import Tables
+    from lantern_bench.storage.run_directory import RunData
+
 
 @with_format
 def score(
@@ -152,7 +155,7 @@ _TABLES = ("summary", "speed", "quality", "acceptance")
 @with_format
 def show(
     console: Console,
-    run: RunArgument,
+    runs: RunsArgument,
     table: Annotated[str, typer.Option(help=f"One of {', '.join(_TABLES)}.")] = "summary",
     by: Annotated[
         str | None,
@@ -162,18 +165,60 @@ def show(
         bool, typer.Option("--save", help="Also write all tables as CSV files of the run.")
     ] = False,
 ) -> None:
-    """Build the tables of a run from its records and print one of them. Writes no file."""
+    """Build the tables of runs from their records and print one of them. Writes no file.
+
+    The summary of several runs has a row for each cell, with columns of each run.
+    """
     check_choice("--table", table, _TABLES)
 
-    from lantern_bench.analysis.tables import write_tables
-    from lantern_bench.api import load_run
+    from lantern_bench.analysis.prompt_groups import tables_by
+    from lantern_bench.analysis.tables import save_tables, tables_of
+    from lantern_bench.storage.run_directory import load_runs
 
-    if save:
-        write_tables(run)
-    loaded = load_run(run)
-    tables = loaded.tables if by is None else loaded.tables_by(by)
-    title = run.name if by is None else f"{run.name} by {by}"
-    console.table(tables[table], table, title=title)
+    loaded = load_runs(runs, tables_suffice=not save, empty_shards=True)
+    tables = {}
+    for name, data in loaded.items():
+        tables[name] = tables_of(data) if by is None else tables_by(data, by)
+        if save:
+            save_tables(tables_of(data), data.folder)
+    if len(runs) > 1:
+        _show_several(console, loaded, tables, table=table, by=by)
+        return
+    ((name, of_run),) = tables.items()
+    console.table(of_run[table], table, title=_title([name], by))
+
+
+def _title(names: Sequence[str], by: str | None) -> str:
+    title = "   ".join(names)
+    return title if by is None else f"{title} by {by}"
+
+
+def _show_several(
+    console: Console,
+    runs: Mapping[str, RunData],
+    tables: Mapping[str, Tables],
+    *,
+    table: str,
+    by: str | None,
+) -> None:
+    """Print a table of several runs, under what they differ in."""
+    from lantern_bench.analysis.compare import stated_differences
+    from lantern_bench.report.charts import stack_runs
+    from lantern_bench.report.format_tables import join_runs
+
+    differences = stated_differences(runs)
+    names = [f"{name} ({run.images})" if len(run.records) else name for name, run in runs.items()]
+    title = "\n".join([_title(names, by), *differences])
+    is_for_people = console.format not in ("csv", "json")
+    if is_for_people and table == "summary":
+        joined = join_runs({name: of_run[table] for name, of_run in tables.items()})
+        console.table(joined.frame, title=title, notes=joined.notes)
+        return
+    if not is_for_people:
+        for difference in differences:
+            console.warn(difference)
+    rows = stack_runs(tables, table).set_index("run").reset_index()
+    console.table(rows, table, title=title)
 
 
 def curves(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,11 +229,8 @@ def _notes_of_rows(table: pd.DataFrame) -> Iterator[str]:
     """Yield the notes of the rows, each once, with the cells that it is about."""
     if "note" not in table:
         return
-    names = table["cell_id"]
-    if "category" in table:
-        names = (table["category"].fillna("") + " " + names).str.strip()
     notes = table["note"].str.split(NOTE_SEPARATOR, regex=False)
-    of_rows = table.assign(note=notes, row=names).explode("note")
+    of_rows = table.assign(note=notes, row=_row_names(table)).explode("note")
     for note, rows in of_rows.groupby("note", sort=False)["row"]:
         about = f"{len(rows)} of {len(table)} rows: "
         if len(rows) == len(table):
@@ -243,6 +240,12 @@ def _notes_of_rows(table: pd.DataFrame) -> Iterator[str]:
         yield f"{about}{note}"
 
 
+def _row_names(table: pd.DataFrame) -> pd.Series:
+    """The cell of each row, after its run and its category where the table has them."""
+    parts = table.filter(["run", "category", "cell_id"])
+    return parts.apply(lambda row: " ".join(row.dropna()), axis="columns")
+
+
 def _against_ar(table: pd.DataFrame) -> Iterator[str]:
     """Yield which figures of which cells lie outside the spread of ar, in words."""
     verdicts = table.filter(regex="_verdict$").dropna(how="all", axis=1)
@@ -250,10 +253,10 @@ def _against_ar(table: pd.DataFrame) -> Iterator[str]:
     if not names:
         return
     cells = []
-    for row in rows_of(table):
+    for name_of_row, row in zip(_row_names(table), rows_of(table), strict=True):
         outside = [name for name in names if row[f"{name}_verdict"] == OUTSIDE]
         if outside:
-            cells.append(f"{row['cell_id']} ({', '.join(outside)})")
+            cells.append(f"{name_of_row} ({', '.join(outside)})")
     largest = table[[f"{name}_detectable" for name in names]].max()
     shifts = [
         f"{name} {shift:.2g}" for name, shift in zip(names, largest, strict=True) if pd.notna(shift)
@@ -269,6 +272,8 @@ def _against_ar(table: pd.DataFrame) -> Iterator[str]:
 
 def head_of(column: str) -> str:
     """Return the name of a column in words."""
+    if not column.isidentifier():
+        return column  # it is in words
     known = [figure for figure in _HEADS if f"{column}_".startswith(f"{figure}_")]
     figure = max(known, key=len, default="")
     return f"{_HEADS.get(figure, '')}{column.removeprefix(figure)}".replace("_", " ")
@@ -283,6 +288,38 @@ def _head(table: pd.DataFrame, column: str) -> str:
             name, _, _ = scorers[0].partition("@")  # the notes hold the hash of the weights
             return f"{_HEADS[column]} ({name})"
     return head_of(column)
+
+
+# ---- Several runs
+
+_OF_RUNS = ("speedup", "mean_accepted_length", "distance")
+
+
+def join_runs(summaries: Mapping[str, pd.DataFrame]) -> Readable:
+    """Return a row for each cell, with a group of columns for each run.
+
+    Args:
+        summaries: The table `summary` of each run, by its name.
+    """
+    several = pd.concat(summaries.values())
+    keys = [name for name in ("category", "model", "cell_id") if name in several]
+    cells = several[keys].drop_duplicates(ignore_index=True)
+    texts = {head_of(name): cells[name].tolist() for name in keys if worth_showing(cells, name)}
+    notes: dict[str, list[str]] = {}
+    for run, summary in summaries.items():
+        # A cell has a row for each protocol, with the same figures of speed and tokens.
+        of_run = cells.merge(summary.drop_duplicates(keys), how="left", on=keys)
+        for figure in _OF_RUNS:
+            column = figure_texts(of_run, figure, intervals=figure == "speedup")
+            if any(column):
+                texts[f"{run}: {head_of(figure)}"] = column
+        for note in _notes(summary, "summary"):
+            notes.setdefault(note, []).append(run)
+    lines = [
+        note if len(runs) == len(summaries) else f"{', '.join(runs)}: {note}"
+        for note, runs in notes.items()
+    ]
+    return Readable(pd.DataFrame(texts), tuple(lines))
 
 
 # ---- LaTeX
@@ -336,7 +373,13 @@ def latex(
             cells = [cell if " & " in cell else f"{cell} & " for cell in cells]
         alignment += kind
         columns[heading] = cells
-    comments = [title, r"needs \usepackage{booktabs}", *_notes(rows, name), BEST_NOTE, *more]
+    comments = [
+        *(title or "").splitlines(),
+        r"needs \usepackage{booktabs}",
+        *_notes(rows, name),
+        BEST_NOTE,
+        *more,
+    ]
     lines = [f"% {comment}" for comment in comments if comment]
     tabular = pd.DataFrame(columns).to_latex(index=False, escape=False, column_format=alignment)
     return "\n".join([*lines, tabular.rstrip()])

@@ -162,6 +162,10 @@ def run_folder(
 def run_names(directories: Sequence[Path]) -> list[str]:
     """Return a name for each run directory: its own, or its path below the folder they share."""
     paths = [directory.resolve() for directory in directories]
+    if len(set(paths)) < len(paths):
+        raise UserError(
+            f"{', '.join(map(str, directories))}: a run is given twice", "Give each run once."
+        )
     if len({path.name for path in paths}) == len(paths):
         return [path.name for path in paths]
     common = os.path.commonpath(paths)

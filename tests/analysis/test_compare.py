@@ -17,6 +17,7 @@ from lantern_bench.analysis.compare import (
     check_comparability,
     compare_runs,
     differences,
+    stated_differences,
     warn_of_unlike,
 )
 from lantern_bench.methods.catalog import METRICS
@@ -219,6 +220,19 @@ def test_differing_settings_do_not_forbid_a_unlike():
     ]
     check_comparability(unlike, [])
     assert differences(make_run(), make_run()) == []
+
+
+def test_differences_of_several_runs_are_sentences():
+    machine = {"cpu": {"model": "another", "cores": 64}}
+    faster = other(machine=machine, key=MANIFEST["key"] | {"dtype": "bfloat16", "compile": True})
+    of_cpu = MANIFEST["machine"]["cpu"]
+    assert stated_differences({"a": make_run(), "b": make_run(), "c": faster}) == [
+        "b differs from a in nothing that both record",
+        f"c differs from a in processor, model (another instead of {of_cpu['model']}); "
+        f"processor, cores (64 instead of {of_cpu['cores']}); dtype (bfloat16 instead of float32); "
+        "compile (True instead of not recorded): "
+        "their seconds were measured on different machines",
+    ]
 
 
 def test_a_prompt_file_of_the_same_name_with_other_prompts_is_a_difference():

@@ -75,6 +75,45 @@ def test_commands_that_read_a_run_write_nothing(results, capsys, words):
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.iterdir()} == before
 
 
+def test_groups_of_prompts_are_shown_and_not_saved(folder, monkeypatch, capsys):
+    monkeypatch.setenv(RESULTS_VARIABLE, str(folder))
+    records = [row | {"prompt_metadata": {"tag": row["prompt_id"]}} for row in make_records()]
+    run = write_run(folder / "run", records, make_scores(records))
+    assert cli.main(["show", "run", "--by", "tag", "--table", "speed", "--save"]) == 0
+    shown = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    assert shown["category"].tolist() == sorted([f"p00{prompt}" for prompt in range(4)] * 3)
+    assert shown["prompts"].sum() == 11
+    assert len(pd.read_csv(run / "speed.csv")) == 3
+
+
+def test_show_joins_runs_by_cell(results, capsys):
+    manifest = json.loads((results / "second" / "manifest.json").read_text())
+    manifest["key"] = {"dtype": "bfloat16"}
+    (results / "second" / "manifest.json").write_text(json.dumps(manifest))
+    unlike = "second differs from first-1234 in dtype (bfloat16 instead of not recorded)"
+
+    assert cli.main(["show", "first", "second", "--table", "speed"]) == 0
+    written = capsys.readouterr()
+    assert written.err == f"warning: {unlike}\n"
+    rows = pd.read_csv(io.StringIO(written.out))
+    assert rows.columns[0] == "run"
+    for run in ("first-1234", "second"):
+        assert cli.main(["show", run, "--table", "speed"]) == 0
+        alone = pd.read_csv(io.StringIO(capsys.readouterr().out))
+        assert rows[rows["run"] == run].drop(columns="run").reset_index(drop=True).equals(alone)
+
+    assert cli.main(["show", "first", "second", "--format", "md"]) == 0
+    written = capsys.readouterr()
+    assert written.err == ""
+    head, _, table = written.out.partition("\n\n")
+    assert head == f"**first-1234 (11 images, 1 failed)   second (11 images, 1 failed)\n{unlike}**"
+    names, _, *cells = [line for line in table.splitlines() if line.startswith("|")]
+    assert names == (
+        "| cell | first-1234: speedup | first-1234: MAL | second: speedup | second: MAL |"
+    )
+    assert len(cells) == 3
+
+
 INCOMPLETE = "first-1234: 5 of 12 images; the last line of records.jsonl is cut off and left out"
 
 
@@ -196,6 +235,9 @@ def test_a_file_that_may_not_be_read_is_named(failing, capsys):
         (["show", "first", "--table", "sped"], "--table sped"),
         (["show", "first", "--format", "yaml"], "--format yaml"),
         (["show", "first", "--by", "category"], "--by category: the prompts of"),
+        (["show", "first", "nope"], "nope"),
+        (["show", "first", "second", "first-1234"], "a run is given twice"),
+        (["curves", "first", "first", "--out", "both"], "a run is given twice"),
         (["show"], "Missing argument"),
         (["show", "first", "--tabel", "speed"], "--tabel"),
         (["shwo"], "Did you mean 'show'"),

@@ -42,6 +42,8 @@ TYPED = [
         for table in ("summary", "speed", "quality", "acceptance")
     ),
     ["show", "first", "--by", "category"],
+    ["show", "first", "second"],
+    ["show", "first", "second", "--table", "quality", "--by", "category"],
     ["compare", "first", "second"],
     ["predict", "first", "--prompts", "1000"],
     ["predict", "first", "--device", "a100", "--model", "llamagen-t2i-stage1", "--prompts", "1000"],

@@ -8,10 +8,13 @@ import pytest
 from lantern_bench.report.format_tables import (
     BEST_NOTE,
     best_of,
+    head_of,
+    join_runs,
     latex,
     may_be_best,
     readable,
 )
+from tests.helpers.made_up_run import AR, LOOSE, STRICT
 
 
 def test_summary(tables):
@@ -67,6 +70,40 @@ def test_a_wide_summary_has_all_intervals_and_the_p_value(tables):
     assert bare["distance (at least)"].iloc[2] == "0.2500"
     assert "distance p" not in bare
     assert "0.2500 & [0.2000, 0.3000]" in latex(table, "summary")
+
+
+def test_runs_are_joined_by_cell(tables):
+    first = tables["summary"].assign(distance=[0.0, 0.001, 0.25])
+    other = first.iloc[[2, 0]].assign(
+        speedup=[4.0, 1.0], distance=None, cell_id=["new", AR.cell_id], note="a note of b"
+    )
+    # A cell that two protocols scored stays one row.
+    joined, notes = join_runs({"a_run": pd.concat([first, first.iloc[:1]]), "b": other})
+    assert list(joined.columns) == [
+        "cell",
+        "a_run: speedup",
+        "a_run: MAL",
+        "a_run: distance (at least)",
+        "b: speedup",
+        "b: MAL",
+    ]
+    assert [head_of(name) for name in joined] == list(joined.columns)
+    assert list(joined["cell"]) == [AR.cell_id, STRICT.cell_id, LOOSE.cell_id, "new"]
+    speedups = list(readable(first, "summary").frame["speedup"])
+    assert list(joined["a_run: speedup"]) == [*speedups, ""]
+    assert list(joined["a_run: distance (at least)"]) == ["0.0000", "0.0010", "0.2500", ""]
+    assert list(joined["b: speedup"]) == ["1.00x [1.00, 1.00]", "", "", "4.00x"]
+    assert len([note for note in notes if "tokens committed per step" in note]) == 1
+    assert notes[-1] == "b: a note of b"
+    together = join_runs({"a": first, "b": first}).notes
+    assert together == readable(first, "summary").notes
+
+
+def test_runs_are_joined_by_cell_and_category(tables):
+    parts = [tables["summary"].assign(category=category) for category in ("animals", "food")]
+    joined, _ = join_runs({"a": pd.concat(parts), "b": parts[1]})
+    assert list(joined["category"]) == ["animals"] * 3 + ["food"] * 3
+    assert list(joined["b: MAL"]) == ["", "", "", "1.00", "2.00", "3.00"]
 
 
 def test_features_are_named_in_the_head_or_in_a_column(tables):
