@@ -58,16 +58,25 @@ _USUAL |= {"batch": 1, "cfg_scale": None}  # the usual guidance depends on the m
 
 
 def labels(table: pd.DataFrame) -> list[str]:
-    """Return a label for each row: `LANTERN++ λ=2 (relaxed)`, after run and model where needed.
+    """Return a label for each row, its name and its output: `LANTERN++ λ=2 (relaxed)`."""
+    texts = []
+    for name, (_, row) in zip(cell_names(table), table.iterrows(), strict=True):
+        output = output_of(str(row["drafting"]), str(row["rule"]))
+        texts.append(name if row["mode"] == "ar" or output is None else f"{name} ({output})")
+    return texts
+
+
+def cell_names(table: pd.DataFrame) -> list[str]:
+    """Return a name for each row: `LANTERN++ λ=2`, after run and model where needed.
 
     The tree is named where cells differ in it, other settings where cells of the same mode differ.
     """
-    prefixes = [name for name in ("run", "model") if table[name].nunique() > 1]
+    prefixes = [name for name in ("run", "model") if name in table and table[name].nunique() > 1]
     return [" ".join(_words(row, table, prefixes)) for _, row in table.iterrows()]
 
 
 def _words(row: pd.Series, table: pd.DataFrame, prefixes: Sequence[str]) -> Iterator[str]:
-    """Yield the words of the label of a row."""
+    """Yield the words of the name of a row."""
     mode = str(row["mode"])
     of_mode = MODES[mode].label if mode in MODES else mode
     of_rule = _lossless_label(mode, str(row.get("rule")))
@@ -90,10 +99,6 @@ def _words(row: pd.Series, table: pd.DataFrame, prefixes: Sequence[str]) -> Iter
             continue
         is_greedy = name == "temperature" and value == 0
         yield "greedy" if is_greedy else _FORMATS[name].format(value)
-
-    output = output_of(str(row["drafting"]), str(row["rule"]))
-    if mode != "ar" and output is not None:
-        yield f"({output})"
 
 
 def _lossless_label(mode: str, rule: str) -> str | None:
@@ -118,11 +123,18 @@ def parameters(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
         names.append("neighbour_metric")
     if cell["residual"] == "official":
         names.append("residual")
-    for name in _SAMPLING:
+    words = [_FORMATS[name].format(cell[name]) for name in names]
+    return " ".join([*words, *sampling(cell, cells)])
+
+
+def sampling(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the unusual sampling settings in which `cells` differ, in words: `T=0`, `batch=8`."""
+    words = []
+    for name, form in _SAMPLING.items():
         is_usual = cell[name] in (None, _USUAL.get(name))
         if not is_usual and len({other[name] for other in cells}) > 1:
-            names.append(name)
-    return " ".join(_FORMATS[name].format(cell[name]) for name in names)
+            words.append(form.format(cell[name]))
+    return words
 
 
 def _of_methods(cell: Mapping[str, Any]) -> list[str]:

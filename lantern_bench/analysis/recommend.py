@@ -129,19 +129,40 @@ def recommendation(
     Raises:
         RefusedError: No cell has a speedup, or none has the figure.
     """
+    figures = one_row_per_cell(quality)[condition.quantity]
+    has_speedup = speed["speed"]["speedup"].notna().any()
+    if not has_speedup or figures.isna().all():
+        missing = condition.quantity if has_speedup else "a speedup"
+        raise RefusedError(
+            f"no cell has {missing}",
+            "`lantern-bench score RUN` adds quality and distance. Of two runs: recommend TIMED_RUN "
+            "SCORED_RUN",
+        )
+    rows: list[Row] = []
+    for cells in cells_by_sampling(speed, quality, condition):
+        if len(cells) > 1:  # one cell leaves no choice
+            rows += _recommended(cells, condition)
+    for row in rows:
+        row["note"] = join_notes([*notes, row["note"]])
+    return frame("recommendation", rows)
+
+
+def cells_by_sampling(
+    speed: Mapping[str, pd.DataFrame], quality: Mapping[str, pd.DataFrame], condition: Condition
+) -> Iterator[list[Row]]:
+    """Yield the cells of each sampling that have a speedup, with their figures, the fastest first.
+
+    Args:
+        speed: As in `recommendation`.
+        quality: As in `recommendation`.
+        condition: The condition whose figure to add.
+    """
     cells = speed["speed"].dropna(subset="speedup")
     ends = [f"{condition.quantity}{end}" for end in ENDS]
     beside = ["impossible"]
     for name in _OF_TOKENS:
         beside += [f"{name}{end}" for end in ENDS]
     figures = one_row_per_cell(quality)
-    if cells.empty or figures[condition.quantity].isna().all():
-        missing = "a speedup" if cells.empty else condition.quantity
-        raise RefusedError(
-            f"no cell has {missing}",
-            "`lantern-bench score RUN` adds quality and distance. Of two runs: recommend TIMED_RUN "
-            "SCORED_RUN",
-        )
     scored = figures["quality_images"]
     figures["images"] = scored.where(scored > 0, figures["images"])
 
@@ -149,13 +170,8 @@ def recommendation(
         figures[["model", "cell_id", "images", *dict.fromkeys([*ends, *beside])]], "left"
     )
     ordered = joined.sort_values("speedup", ascending=False, kind="stable")
-    rows: list[Row] = []
     for _, group in ordered.groupby(["model", "lossless_cell"], dropna=False, sort=False):
-        if len(group) > 1:  # one cell leaves no choice
-            rows += _recommended(rows_of(group), condition)
-    for row in rows:
-        row["note"] = join_notes([*notes, row["note"]])
-    return frame("recommendation", rows)
+        yield rows_of(group)
 
 
 def _recommended(cells: Sequence[Row], condition: Condition) -> Iterator[Row]:
@@ -164,19 +180,19 @@ def _recommended(cells: Sequence[Row], condition: Condition) -> Iterator[Row]:
     found: Row | None = None
     is_unsettled = False
     for cell in cells:
-        figure = Interval.read(cell, condition.quantity)
         notes = [cell["note"]]
+        of_cell = verdict_on(cell, condition)
         if cell["cell_id"] == cell["lossless_cell"]:
             verdict = LOSSLESS
             found = found or cell
             if found["speedup"] <= 1.0:
                 shown = " is shown to keep" if is_unsettled else " keeps"
                 notes.append(f"nothing faster than ar{shown} {condition}")
-        elif figure.value is None or found:  # slower cells are of no use
+        elif of_cell is None or found:  # slower cells are of no use
             continue
         else:
             tried += 1
-            verdict = _verdict(cell, figure, condition)
+            verdict = of_cell
         if verdict == KEEPS:
             found = cell
             notes.append(_error_rate(tried))
@@ -186,12 +202,17 @@ def _recommended(cells: Sequence[Row], condition: Condition) -> Iterator[Row]:
             notes.append(f"{cell['impossible']:.2%} of the tokens cannot come from the target")
         elif verdict != LOSSLESS:
             is_unsettled = True
-        row = {name: cell[name] for name in _COPIED} | figure.columns("measured")
+        measured = Interval.read(cell, condition.quantity).columns("measured")
+        row = {name: cell[name] for name in _COPIED} | measured
         row |= {"condition": str(condition), "verdict": verdict, "note": join_notes(notes)}
         yield row
 
 
-def _verdict(cell: Row, figure: Interval, condition: Condition) -> str:
+def verdict_on(cell: Row, condition: Condition) -> str | None:
+    """Return `KEEPS`, `BREAKS` or how many images would settle it; None without the figure."""
+    figure = Interval.read(cell, condition.quantity)
+    if figure.value is None:
+        return None
     # A token of probability 0 is infinitely far from the target, and no feature counts it.
     if condition.quantity == "distance" and cell["impossible"]:
         return BREAKS
