@@ -11,7 +11,7 @@ import io
 import json
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,13 +23,13 @@ import pandas as pd
 from PIL import Image, UnidentifiedImageError
 
 from lantern_bench import __version__
-from lantern_bench.analysis.cells import CellRecords, run_cells
+from lantern_bench.analysis.cells import CellRecords, baseline_of, run_cells
 from lantern_bench.analysis.compare import warn_of_unlike
-from lantern_bench.analysis.labels import GROUPINGS, CellKey, labels
+from lantern_bench.analysis.labels import CELL, GROUPINGS, CellKey, cell_names
 from lantern_bench.analysis.published import comparability, reproduction_rows, sources
 from lantern_bench.analysis.quality import sort_scores
 from lantern_bench.config.paper import read_paper
-from lantern_bench.methods.catalog import METRICS, OF_IMAGES
+from lantern_bench.methods.catalog import LOSSLESS, METRICS, MODES, OF_IMAGES, RELAXED
 from lantern_bench.report.charts import (
     DASHES,
     INTERVAL,
@@ -53,20 +53,16 @@ from lantern_bench.report.format_tables import (
     BETTER,
     best_of,
     figure_texts,
+    format_figure,
     head_of,
     may_be_best,
     readable,
     side_by_side,
     worth_showing,
 )
+from lantern_bench.report.verdict import hardware, verdicts
 from lantern_bench.storage.records import rows_of
-from lantern_bench.storage.run_directory import (
-    NO_SPEED,
-    PICTURES_LEFT_OUT,
-    RunData,
-    disturbance,
-    load_runs,
-)
+from lantern_bench.storage.run_directory import PICTURES_LEFT_OUT, RunData, load_runs
 from lantern_bench.storage.schema import ENDS, columns, frame, typed
 from lantern_bench.utils.files import write_file
 
@@ -98,9 +94,10 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
     pictures = _pictures(runs, records, home)
     cells = list(_cells(tables, records, styles))
     data = {
+        "name": " + ".join(runs),
         "cells": cells,
         "figures": _figures(tables, styles),
-        "metrics": {name: [METRICS[name].heading, METRICS[name].digits] for name in OF_IMAGES},
+        "metrics": {name: METRICS[name].heading for name in OF_IMAGES},
         **pictures,
     }
     plotly = gzip.compress(get_plotlyjs().encode(), mtime=0)  # no time: equal bytes
@@ -116,6 +113,8 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
         title=" + ".join(runs),
         version=__version__,
         cells=cells,
+        outputs=_numbers_by(cells, "output", [LOSSLESS, RELAXED]),
+        modes=_numbers_by(cells, "mode", dict.fromkeys(cell["mode"] for cell in cells)),
         pictures=pictures,
         warnings=list(_warnings(runs)),
         summary=_summary(tables, styles),
@@ -132,13 +131,10 @@ def _json(value: Any, **_: Any) -> str:
 
 
 def _warnings(runs: Mapping[str, RunData]) -> Iterator[str]:
-    """Yield a sentence for each incomplete run, and for each whose images were mostly disturbed."""
+    """Yield a sentence for each incomplete run."""
     for name, run in runs.items():
         if run.incomplete:
             yield f"{name}: {run.incomplete}"
-        text = disturbance(run.records[run.records["status"] == "ok"])
-        if run.is_timed and text and text.startswith(NO_SPEED):
-            yield f"{name}: {text}"
 
 
 # ---- The cells and their curves
@@ -150,6 +146,10 @@ _ON_DARK = {
     "#D55E00": "#F58549",
     "#009E73": "#34C99F",
     "#767676": "#9A9A9A",
+    "#332288": "#8E7BE8",
+    "#882255": "#D96CA5",
+    "#661100": "#D2694F",
+    "#AA4499": "#D27AC2",
 }
 
 # The figure of a chart on the page, by what x is; others are of a bound. A figure with several
@@ -167,15 +167,26 @@ def _cells(
     tables: Mapping[str, Tables], records: Mapping[CellKey, CellRecords], styles: Styles
 ) -> Iterator[Plain]:
     """Yield the cells of the page: what they are, how they look, and their maps."""
-    names = labels(stack_runs(tables, "speed"))
+    names = cell_names(stack_runs(tables, "speed"))
     has_grid = _grid_side(records.values()) is not None
+    scored = stack_runs(tables, "quality_with_speed").drop_duplicates(CELL)
+    distances = scored.set_index(CELL)["distance"]
+    ids = Counter(cell.cell_id for cell in records.values())
     for (key, cell), name in zip(records.items(), names, strict=True):
         style = styles[key]
+        mode = str(cell.columns["mode"])
         drafts = cell.columns["drafting"] != "none"
+        run, model, _ = key
+        base = baseline_of(cell, [other for at, other in records.items() if at[0] == run])
         yield {
-            "run": key[0],
+            "run": run,
             "cell": cell.cell_id,
+            "key": cell.cell_id if ids[cell.cell_id] == 1 else "/".join(key),
             "name": name,
+            "mode": MODES[mode].label if mode in MODES else mode,
+            "output": cell.output,
+            "distance": format_figure("distance", distances[key]),
+            "base": None if base is None else styles[run, model, base.cell_id].number,
             "drafts": drafts,
             "colour": style.colour,
             "dark": _ON_DARK.get(style.colour, style.colour),
@@ -183,6 +194,14 @@ def _cells(
             "dash": DASHES[style.line],
             "map": length_map(cell) if has_grid and drafts else None,
         }
+
+
+def _numbers_by(cells: Sequence[Plain], name: str, values: Iterable[str]) -> dict[str, list[int]]:
+    """Return the numbers of the cells with each value of `name`."""
+    numbers: dict[str, list[int]] = {}
+    for value in values:
+        numbers[value] = [number for number, cell in enumerate(cells) if cell[name] == value]
+    return numbers
 
 
 def _surfaces(runs: Mapping[str, RunData]) -> Iterator[Plain]:
@@ -215,6 +234,9 @@ def _figures(tables: Mapping[str, Tables], styles: Styles) -> dict[str, list[Pla
     return figures
 
 
+_TICKS = 10  # at most, on an axis that counts
+
+
 def to_plotly(chart: Chart, styles: Styles) -> Plain:
     """Return a chart as traces and axes of Plotly, without colours.
 
@@ -231,7 +253,7 @@ def to_plotly(chart: Chart, styles: Styles) -> Plain:
 
     x_axis: Plain = {"title": {"text": chart.x_title}}
     if chart.x_is_count:
-        x_axis["dtick"] = 1
+        x_axis["dtick"] = math.ceil(float(chart.points[chart.x].max()) / _TICKS)
     y_axis: Plain = {"title": {"text": chart.y_title.replace("\n", "<br>")}}
     if BETTER.get(chart.y) == "lower":
         y_axis["autorange"] = "reversed"
@@ -381,26 +403,23 @@ def thumbnail(picture: Path) -> str | None:
 
 # ---- The tables of the page: the summary, published figures, settings, machine
 
-_COLUMNS = (
-    "images",
-    "failed",
-    "speedup",
-    "speedup_over_lossless",
-    "mean_accepted_length",
-    "acceptance_rate",
-    *METRICS,
-)
+_FIRST = ("speedup", "mean_accepted_length", "distance", "emitted_tv", "distance_p")
+"""The columns that the summary shows before its reader asks for all of them."""
+
+_ON_DEMAND = ("images", "failed", "speedup_over_lossless", "acceptance_rate", *METRICS)
+_COLUMNS = dict.fromkeys((*_FIRST, *_ON_DEMAND))
 _MEANINGS = {column.name: column.meaning for column in (*columns("speed"), *columns("quality"))}
 
 
 def _summary(tables: Mapping[str, Tables], styles: Styles) -> Plain:
-    """The summary of all runs.
+    """The summary of all runs, the fastest cell first.
 
     Returns:
         `rows` (number of the cell, protocol), `columns` as in `_column`, and `notes` (sentences
         below).
     """
     cells = stack_runs(tables, "quality_with_speed")
+    cells = cells.sort_values("speedup", ascending=False, kind="stable", ignore_index=True)
     protocols = cells["protocol"].fillna("")
     if cells["protocol"].nunique() <= 1:
         protocols[:] = ""
@@ -423,31 +442,37 @@ def _column(cells: pd.DataFrame, name: str) -> Plain:
     """A column of the summary.
 
     Returns:
-        `head`, `meaning`, `better` ("higher", "lower" or None), and `cells`: of each cell the text,
-        the figure, its bar and whether it is the best. A bar has the places of the figure and of
-        the ends of its interval as fractions of the column's width; it is None without an interval.
+        `name`, `head`, `meaning`, `better` ("higher", "lower" or None), `on_demand` (whether it is
+        hidden at first), and `cells`: of each cell the text, the figure with the ends of its
+        interval, their places as fractions of the column's width, and whether it is the best.
+        There are no places without an interval.
     """
     figures = cells.reindex(columns=[f"{name}{end}" for end in ENDS]).astype(float)
     lowest = float(figures.min().min())
     places = (figures - lowest) / (float(figures.max().max()) - lowest)
     bars = [None if np.isnan(ends).any() else ends for ends in places.to_numpy()]
+    numbers = figures.astype(object).where(figures.notna(), "").to_numpy().tolist()
     texts = figure_texts(cells, name)
     best = best_of(name, texts, among=may_be_best(cells))
     return {
+        "name": name,
         "head": head_of(name),
         "meaning": _MEANINGS[name],
         "better": BETTER.get(name),
-        "cells": list(zip(texts, figures[name], bars, best, strict=True)),
+        "on_demand": name not in _FIRST,
+        "cells": list(zip(texts, numbers, bars, best, strict=True)),
     }
 
 
 def _run_facts(name: str, run: RunData, tables: Tables) -> Plain:
-    """The facts behind a run: its name, title and manifest, and its published figures."""
+    """The facts behind a run: name, title, verdict and manifest, and its published figures."""
     experiment = run.manifest.get("experiment") or {}
     paper = read_paper(experiment.get("paper"))
     facts = {
         "name": name,
         "title": experiment.get("description") or experiment.get("name") or name,
+        "hardware": hardware(run.manifest),
+        "verdicts": verdicts(run, tables),
         "manifest": run.manifest,
         "experiment": experiment,
         "experiment_text": json.dumps(experiment, indent=2, ensure_ascii=False),

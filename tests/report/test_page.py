@@ -4,14 +4,22 @@ moves the rest.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
+import pandas as pd
 import pytest
 
+from lantern_bench.analysis.tables import tables_of
+from lantern_bench.storage.run_directory import load_runs
 from tests.helpers.browser import missing, opened
+from tests.helpers.made_up_run import AR, STRICT
 
 _REASON = missing()
 pytestmark = [
@@ -44,14 +52,19 @@ def opening(page_file: Path) -> Iterator[SimpleNamespace]:
 @pytest.fixture
 def tab(opening: SimpleNamespace) -> Any:
     """The tab with everything shown, as after opening."""
-    if opening.tab.locator("#all").is_enabled():
-        opening.tab.locator("#all").press("Enter")
+    opening.tab.evaluate("location.hash = 'sort=-speedup'")
+    opening.tab.evaluate("document.querySelector('#cells').open = true")
     opening.tab.locator("#search").fill("")
     return opening.tab
 
 
 def columns(tab: Any) -> list[str]:
-    return [text.strip() for text in tab.locator("#grid thead th").all_inner_texts()]
+    return [picture_head(text) for text in tab.locator("#grid thead th").all_inner_texts()]
+
+
+def picture_head(text: str) -> str:
+    """The name in a head, without the badge."""
+    return " ".join(text.split()).removesuffix(" lossless").removesuffix(" relaxed")
 
 
 def maps(tab: Any) -> list[str]:
@@ -61,7 +74,7 @@ def maps(tab: Any) -> list[str]:
 
 
 def first_of_rows(tab: Any) -> list[str]:
-    return [text.strip() for text in tab.locator("#table tbody th").all_inner_texts()]
+    return [picture_head(text) for text in tab.locator("#table tbody th:visible").all_inner_texts()]
 
 
 def test_page_opens_without_errors_or_requests(opening: SimpleNamespace, capsys: Any) -> None:
@@ -83,28 +96,101 @@ def test_a_head_sorts_the_table_both_ways(tab: Any) -> None:
     head = tab.locator("#table thead th", has_text="MAL")
     head.locator("button").click()
     assert head.get_attribute("aria-sort") == "descending"
-    assert (
-        first_of_rows(tab)
-        == before[::-1]
-        == ["LANTERN++ λ=2 (relaxed)", "speculative (strict) (lossless)", "AR"]
-    )
+    assert first_of_rows(tab) == before == ["LANTERN++ λ=2", "speculative (strict)", "AR"]
     head.locator("button").press("Enter")
     assert head.get_attribute("aria-sort") == "ascending"
-    assert first_of_rows(tab) == before
+    assert first_of_rows(tab) == before[::-1]
 
 
 def test_a_chip_filters_everything(tab: Any) -> None:
-    assert columns(tab) == ["AR", "speculative (strict) (lossless)", "LANTERN++ λ=2 (relaxed)"]
-    assert maps(tab) == ["speculative (strict) (lossless)", "LANTERN++ λ=2 (relaxed)"]
+    assert columns(tab) == ["AR", "speculative (strict)", "LANTERN++ λ=2"]
+    assert maps(tab) == ["speculative (strict)", "LANTERN++ λ=2"]
     # By keyboard: under load a mouse button can come up after the page has moved below it.
     tab.locator(".chip", has_text="LANTERN++").press("Enter")
-    assert columns(tab) == ["LANTERN++ λ=2 (relaxed)"]
-    assert maps(tab) == ["LANTERN++ λ=2 (relaxed)"]
-    assert tab.locator("#table tr.off").count() == 2
+    assert columns(tab) == ["LANTERN++ λ=2"]
+    assert maps(tab) == ["LANTERN++ λ=2"]
+    assert first_of_rows(tab) == ["LANTERN++ λ=2"]
     tab.locator(".chip", has_text="AR").first.press("Enter")
-    assert columns(tab) == ["AR", "LANTERN++ λ=2 (relaxed)"]
+    assert columns(tab) == ["AR", "LANTERN++ λ=2"]
+    assert tab.locator("#shown").inner_text() == "2 of 3 cells"
     tab.locator("#all").press("Enter")
     assert len(columns(tab)) == 3
+
+
+def test_outputs_are_a_filter(tab: Any) -> None:
+    tab.locator(".group", has_text="relaxed").press("Enter")
+    assert first_of_rows(tab) == columns(tab) == maps(tab) == ["LANTERN++ λ=2"]
+    tab.locator(".group", has_text="lossless").press("Enter")
+    assert first_of_rows(tab) == ["speculative (strict)", "AR"]
+    assert tab.locator(".group", has_text="lossless").get_attribute("aria-pressed") == "true"
+    tab.locator(".group", has_text="lossless").press("Enter")  # once more: everything
+    assert len(first_of_rows(tab)) == 3
+
+
+def test_further_columns_are_shown_on_demand(tab: Any) -> None:
+    heads = tab.locator("#table thead th:visible")
+    names = heads.evaluate_all("heads => heads.map((head) => head.dataset.name)")
+    assert names == ["cell", "speedup", "mean_accepted_length", "emitted_tv"]
+    tab.locator("#all-columns").check()
+    assert heads.count() > 4
+    tab.locator("#all-columns").uncheck()
+
+
+def saved(tab: Any, button: str) -> str:
+    """The content of the file that a button saves."""
+    with tab.expect_download() as download:
+        tab.locator(button).press("Enter")
+    assert download.value.suggested_filename.startswith("run.")
+    return Path(download.value.path()).read_text(encoding="utf-8")
+
+
+def test_files_hold_what_the_table_shows(tab: Any, page_run: Path) -> None:
+    tab.locator("#table thead button", has_text="MAL").press("Enter")
+    tab.locator("#table thead button", has_text="MAL").press("Enter")
+    tab.locator(".group", has_text="lossless").press("Enter")
+    csv = pd.read_csv(StringIO(saved(tab, "#csv")))
+    assert csv["cell_id"].tolist() == [AR.cell_id, STRICT.cell_id]
+    (data,) = load_runs([page_run]).values()
+    speed = tables_of(data)["speed"].set_index("cell_id").loc[csv["cell_id"]].reset_index()
+    for name in ("output", "speedup", "speedup_low", "speedup_high", "mean_accepted_length"):
+        assert csv[name].tolist() == speed[name].tolist()
+    assert "clip_score" not in csv
+    lines = saved(tab, "#markdown").splitlines()
+    assert lines[0] == "| cell | output | speedup | MAL | emitted TV (at most) |"
+    assert lines[2].startswith("| AR | lossless | 1.00x [1.00, 1.00] | 1.00 [1.00, 1.00] |")
+    assert len(lines) == 4
+    tab.locator("#all-columns").check()
+    csv = pd.read_csv(StringIO(saved(tab, "#csv")))
+    assert {"clip_score", "clip_score_low"} <= {*csv}
+    assert not {"acceptance_rate_low", "failed_low"} & {*csv}
+    tab.locator("#all-columns").uncheck()
+
+
+def test_a_copied_link_opens_the_same_view(opening: SimpleNamespace, tab: Any) -> None:
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.locator(".group", has_text="lossless").press("Enter")
+    tab.locator("#table thead button", has_text="MAL").press("Enter")
+    tab.locator("#stage-after").click()
+    tab.locator("#link").click()
+    tab.locator("#copied", has_text="Link copied").wait_for()
+    link = tab.evaluate("navigator.clipboard.readText()")
+    other = tab.context.new_page()
+    other.goto(link)
+    other.wait_for_selector("html[data-ready]")
+    for view in (tab, other):
+        assert first_of_rows(view) == ["speculative (strict)", "AR"]
+        assert view.locator("[aria-sort=descending]").inner_text().startswith("MAL")
+        assert "red lantern 1" in view.locator("#stage-prompt").inner_text()
+        assert view.evaluate("location.href") == link
+    # The address of a section leaves the view as it is.
+    other.locator(".links a", has_text="Pictures").click()
+    assert first_of_rows(other) == ["speculative (strict)", "AR"]
+    other.wait_for_function(f"location.href === {json.dumps(link)}")
+    # A link that names nothing of this page opens everything.
+    other.goto(f"{opening.file.as_uri()}#cells=no-such-cell&sort=nothing&prompt=none")
+    other.wait_for_selector("html[data-ready]")
+    assert len(first_of_rows(other)) == 3
+    other.close()
 
 
 def test_charts_are_never_sent_away(tab: Any) -> None:
@@ -139,7 +225,8 @@ def test_names_of_points_cover_neither_points_nor_names(tab: Any, width: int) ->
 
 
 def test_tab_reaches_the_charts_menu_before_its_buttons(tab: Any) -> None:
-    tab.locator("#table tbody button").last.focus()
+    tab.locator("#cells summary").press("Enter")  # closes the list of cells
+    tab.locator("#cells summary").focus()
     reached = []
     for _ in range(2):
         tab.keyboard.press("Tab")
@@ -151,6 +238,8 @@ def test_tab_reaches_the_charts_menu_before_its_buttons(tab: Any) -> None:
 def test_links_of_pictures_have_names(tab: Any) -> None:
     links = tab.locator("#grid a, #stage-link")
     names = links.evaluate_all("links => links.map((link) => link.ariaLabel)")
+    targets = links.evaluate_all("links => links.map((link) => link.href)")
+    assert all(Path(url2pathname(urlsplit(target).path)).is_file() for target in targets)
     assert len(names) == 13
     assert all(name.startswith("Picture file: ") and "lantern" in name for name in names)
 
@@ -158,8 +247,8 @@ def test_links_of_pictures_have_names(tab: Any) -> None:
 def test_a_click_on_the_front_selects_that_cell(tab: Any) -> None:
     point = tab.locator("#front .scatterlayer .trace .points path").last
     for wanted in (
-        ["LANTERN++ λ=2 (relaxed)"],
-        ["AR", "speculative (strict) (lossless)", "LANTERN++ λ=2 (relaxed)"],
+        ["LANTERN++ λ=2"],
+        ["AR", "speculative (strict)", "LANTERN++ λ=2"],
     ):
         tab.locator("#front").scroll_into_view_if_needed()
         box = point.bounding_box()
@@ -198,19 +287,47 @@ def test_the_slider_goes_through_the_modes_by_keyboard(tab: Any) -> None:
     seen = []
     for _ in range(3):
         picture = tab.locator("#stage-picture").get_attribute("src")
-        seen.append((tab.locator("#stage-name").inner_text().strip(), picture))
+        seen.append((picture_head(tab.locator("#stage-name").inner_text()), picture))
         slider.press("ArrowRight")
     assert [name for name, _ in seen] == [
         "AR",
-        "speculative (strict) (lossless)",
-        "LANTERN++ λ=2 (relaxed)",
+        "speculative (strict)",
+        "LANTERN++ λ=2",
     ]
     assert len({picture for _, picture in seen}) == 3
     assert "3.00" in tab.locator("#stage-facts").inner_text()
-    assert slider.get_attribute("aria-valuetext") == "LANTERN++ λ=2 (relaxed)"
+    assert slider.get_attribute("aria-valuetext") == "LANTERN++ λ=2"
     before = tab.locator("#stage-prompt").inner_text()
     tab.locator("#stage-after").click()
     assert tab.locator("#stage-prompt").inner_text() != before
+
+
+def test_ar_stands_beside_a_cell_and_under_a_swipe(tab: Any) -> None:
+    frames = tab.locator("#stage-frames")
+    tab.locator("#stage-slider").press("Home")
+    assert frames.get_attribute("data-view") == "alone"  # AR itself
+    tab.locator("#stage-slider").press("End")
+    assert frames.get_attribute("data-view") == "beside"
+    captions = tab.locator("#stage-frames figcaption").all_inner_texts()
+    assert captions == ["AR", "LANTERN++ λ=2"]
+    tab.locator("[data-view=swipe]").press("Enter")
+    swipe = tab.locator("#stage-swipe")
+    clips = []
+    for key in ("Home", "End"):
+        swipe.press(key)
+        clips.append(
+            tab.evaluate("getComputedStyle(document.querySelector('#stage-base img')).clipPath")
+        )
+    assert clips == ["inset(0px 100% 0px 0px)", "inset(0px 0% 0px 0px)"]
+    tab.locator("[data-view=beside]").press("Enter")
+
+
+def test_ar_can_be_pinned_beside_all_pictures(tab: Any) -> None:
+    tab.locator(".group", has_text="relaxed").press("Enter")
+    tab.locator("#pin").check()
+    assert columns(tab) == ["AR", "LANTERN++ λ=2"]
+    assert first_of_rows(tab) == ["LANTERN++ λ=2"]
+    tab.locator("#pin").uncheck()
 
 
 def test_search_filters_rows_and_a_row_opens_the_stage(tab: Any) -> None:
@@ -233,18 +350,57 @@ def test_theme_switches_between_light_and_dark(tab: Any) -> None:
     assert tab.evaluate(ground) == light
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_titles_of_axes_are_whole(tab: Any, width: int) -> None:
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.wait_for_timeout(600)
+    for figure in ("front", "depth", "lengths", "position"):
+        menu = tab.locator(f"#{figure}-menu")
+        for number in range(menu.locator("option").count()):
+            menu.evaluate(
+                """(menu, number) => {
+                menu.value = number;
+                menu.dispatchEvent(new Event("change"));
+            }""",
+                number,
+            )
+            tab.wait_for_timeout(100)
+            outside = tab.evaluate(
+                """(id) => {
+                const plot = document.querySelector(`#${id}`), frame = plot.getBoundingClientRect();
+                return [...plot.querySelectorAll(".xtitle, .ytitle")].filter((title) => {
+                  const box = title.getBoundingClientRect();
+                  return box.left < frame.left || box.right > frame.right
+                    || box.top < frame.top || box.bottom > frame.bottom;
+                }).map((title) => title.textContent);
+            }""",
+                figure,
+            )
+            assert outside == []
+    tab.locator("#front-menu").select_option("0")
+    tab.set_viewport_size({"width": 1280, "height": 900})
+
+
 def test_page_fits_a_narrow_screen_and_paper(
     opening: SimpleNamespace, tab: Any, tmp_path: Path
 ) -> None:
     tab.set_viewport_size({"width": 390, "height": 800})
     tab.wait_for_timeout(500)
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    first, speedup = tab.locator("#table tbody tr").last.locator("th, td").all()[:2]
-    # so that a figure fits beside it, also when scrolled
-    assert first.bounding_box()["width"] < 160
-    assert speedup.bounding_box()["x"] + speedup.bounding_box()["width"] < 390
+    assert tab.locator(".bar").bounding_box()["height"] <= 64
+    row = tab.locator("#table tbody tr").last.locator("th, td").all()
+    for cell in row[:3]:
+        assert cell.bounding_box()["x"] + cell.bounding_box()["width"] < 390
     tab.evaluate("document.querySelector('#table').parentElement.scrollLeft = 100")
-    assert first.bounding_box()["x"] >= 0
+    assert row[0].bounding_box()["x"] >= 0
+    heights = tab.evaluate(
+        "[...document.querySelectorAll('.word')].map((word) => word.getClientRects().length)"
+    )
+    assert set(heights) <= {0, 1}  # 0: in the closed list of cells
+    menus = tab.locator(".menu").evaluate_all(
+        "menus => menus.map((menu) => [menu.querySelectorAll('option').length, menu.offsetHeight])"
+    )
+    assert all((options > 1) == (height > 0) for options, height in menus if options)
     tab.set_viewport_size({"width": 1280, "height": 900})
     tab.emulate_media(media="print")
     assert tab.locator("#search").is_hidden()

@@ -3,12 +3,31 @@
 // Only these buttons, and no server: one that the library adds may send the chart away.
 const CONFIG = { displaylogo: false, responsive: true, plotlyServerURL: "", modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]] };
 const SPOTS = [["top right", 1, -1], ["bottom right", 1, 1], ["top left", -1, -1], ["bottom left", -1, 1], ["top center", 0, -1], ["bottom center", 0, 1]];
+const TITLE = 12.5; // pixels, the size of the titles of axes
 const GREY = "rgba(128,128,128,0.35)";
 
 function ink(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
 
-function themed(axis) {
-  return { gridcolor: ink("--rail"), linecolor: ink("--line"), tickcolor: ink("--line"), zeroline: false, ticks: "outside", automargin: true, ...axis, title: { standoff: 8, font: { size: 12.5 }, ...axis.title } };
+function penOf(size) {
+  const pen = element("canvas").getContext("2d");
+  pen.font = `${size}px ${getComputedStyle(document.body).fontFamily}`;
+  return pen;
+}
+
+// A title in lines that are at most so many pixels long; what is in parentheses stays together.
+function broken(title, length) {
+  const pen = penOf(TITLE), lines = [""];
+  for (const word of title.replace("<br>", " <br>").match(/\S*\([^)]*\)\S*|\S+/g)) {
+    const longer = `${lines.at(-1)} ${word}`.trim();
+    if (word.startsWith("<br>") || pen.measureText(longer).width > length) lines.push(word.replace("<br>", ""));
+    else lines[lines.length - 1] = longer;
+  }
+  return lines.filter(Boolean).join("<br>");
+}
+
+function themed(axis, length) {
+  const title = { standoff: 8, font: { size: TITLE }, text: broken(axis.title.text, length) };
+  return { gridcolor: ink("--rail"), linecolor: ink("--line"), tickcolor: ink("--line"), zeroline: false, ticks: "outside", automargin: true, ...axis, title };
 }
 
 function layoutOf(more) {
@@ -16,6 +35,7 @@ function layoutOf(more) {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: ink("--soft") },
     margin: { l: 56, r: 16, t: 12, b: 44 },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: ink("--soft"), activecolor: ink("--accent") },
     hoverlabel: { bgcolor: ink("--card"), bordercolor: ink("--line"), font: { color: ink("--ink") } },
     ...more,
   };
@@ -40,13 +60,12 @@ function draw(id, traces, layout) {
   if (!isNew) return;
   plot.on("plotly_afterplot", () => placeNames(plot));
   // A click shows the cell of that point alone.
-  plot.on("plotly_click", (event) => { const cell = event.points[0].customdata; if (cell !== undefined) solo(cell); });
+  plot.on("plotly_click", (event) => { const cell = event.points[0].customdata; if (cell !== undefined) only([cell]); });
 }
 
 // A name stands where it covers no point and no other name, names of the front first; others are left out.
 function placeNames(plot) {
-  const { xaxis, yaxis, font } = plot._fullLayout, pen = element("canvas").getContext("2d");
-  pen.font = `11px ${font.family}`;
+  const { xaxis, yaxis } = plot._fullLayout, pen = penOf(11);
   const names = [...plot.data.entries()].filter(([, trace]) => trace.text).map(([index, trace]) => (
     { index, trace, x: xaxis.d2p(trace.x[0]), y: yaxis.d2p(trace.y[0]), width: pen.measureText(trace.text).width }));
   const taken = names.map(({ x, y }) => [x - 5, y - 5, x + 5, y + 5]);
@@ -63,8 +82,10 @@ function placeNames(plot) {
 }
 
 function drawFigure(id) {
-  const chart = data.figures[id][find(`#${id}-menu`).value], axes = chart.layout;
-  draw(id, chart.data.map(traceOf), layoutOf({ ...axes, xaxis: themed(axes.xaxis), yaxis: themed(axes.yaxis) }));
+  const chart = data.figures[id][find(`#${id}-menu`).value], axes = chart.layout, { clientWidth, clientHeight } = find(`#${id}`);
+  // An axis is shorter than its chart by the labels of the other one.
+  const xaxis = themed(axes.xaxis, 0.7 * clientWidth), yaxis = themed(axes.yaxis, 0.5 * clientHeight);
+  draw(id, chart.data.map(traceOf), layoutOf({ ...axes, xaxis, yaxis }));
 }
 
 function drawCharts() { for (const id of Object.keys(data.figures)) if (data.figures[id].length) drawFigure(id); }
@@ -78,6 +99,7 @@ function startCharts() {
     menu.closest("figure").hidden = !charts.length;
   }
   onChange(drawCharts);
+  matchMedia("(max-width: 860px)").addEventListener("change", drawCharts);
   if (data.grid) startMaps();
   changed();
 }

@@ -1,4 +1,7 @@
-// The chips above the page: legend and filter in one.
+// The cells at the top of the page: legend and filter in one.
+const groups = every(".group").map((button) => ({ button, cells: JSON.parse(button.dataset.cells) }));
+
+for (const { button, cells } of groups) button.addEventListener("click", () => only(cells));
 for (const chip of every(".chip[data-cell]")) {
   chip.addEventListener("click", () => {
     const cell = Number(chip.dataset.cell), shown = new Set(state.shown);
@@ -8,11 +11,15 @@ for (const chip of every(".chip[data-cell]")) {
     return shown.size ? show(shown) : showAll();
   });
 }
-find("#all").addEventListener("click", showAll);
 onChange(() => {
+  for (const { button, cells } of groups) button.setAttribute("aria-pressed", isShown(cells));
   for (const chip of every(".chip[data-cell]")) chip.setAttribute("aria-pressed", state.shown.has(Number(chip.dataset.cell)));
-  find("#all").disabled = isAll();
+  find("#shown").textContent = `${state.shown.size} of ${data.cells.length} cells`;
 });
+
+// A click beside the open list, and Escape, close it.
+document.addEventListener("click", (event) => { if (!find("#cells").contains(event.target)) find("#cells").open = false; });
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") find("#cells").open = false; });
 
 find("#theme").addEventListener("click", () => {
   const theme = isDark() ? "light" : "dark";

@@ -1,6 +1,9 @@
 // The accepted length over the image: a heat map for each cell, all on one scale. Inferno rises in brightness, also in grey.
 const INFERNO = ["#000004", "#420a68", "#932667", "#dd513a", "#fca50a", "#fcffa4"].map((colour, place) => [place / 5, colour]);
 
+const BUTTONS = 24; // pixels above all maps
+const NAMES = 70; // pixels above a map, for the lines of its name
+
 function mapValues(number) {
   if (!find("#maps-prompt").checked) return data.cells[number].map;
   const picture = pictureAt.get(`${state.row}/${number}`);
@@ -10,15 +13,18 @@ function mapValues(number) {
 
 function drawMaps() {
   const maps = shownCells().map((number) => [number, mapValues(number)]).filter(([, values]) => values);
-  const side = data.grid, across = Math.min(6, Math.max(4, maps.length)), down = Math.ceil(maps.length / across);
+  const side = data.grid, width = find("#maps").clientWidth, isNarrow = width < 600;
+  const across = isNarrow ? 2 : Math.min(6, Math.max(4, maps.length)), down = Math.ceil(maps.length / across);
   find("#no-maps").hidden = Boolean(maps.length);
   find("#maps-grid").hidden = !maps.length;
   if (!maps.length) return;
+  // Beside the maps of a wide screen there is room for a bar, below those of a narrow one.
+  const row = width / (isNarrow ? across : across + 1), bar = isNarrow ? { orientation: "h", y: 0, yanchor: "top" } : {};
   const layout = layoutOf({
-    grid: { rows: down, columns: across, pattern: "independent", xgap: 0.08, ygap: 0.35 }, margin: { l: 4, r: 4, t: 60, b: 4 },
-    height: 60 + down * (1.25 * find("#maps").clientWidth / (across + 1)), annotations: [],
+    grid: { rows: down, columns: across, pattern: "independent", xgap: 0.08, ygap: NAMES / (row + NAMES) }, margin: { l: 4, r: 4, t: NAMES + BUTTONS, b: 4 },
+    height: NAMES + BUTTONS + down * (row + NAMES), annotations: [],
     coloraxis: { cmin: 1, cmax: Math.max(1.5, ...maps.flatMap(([, values]) => values)), colorscale: INFERNO,
-      colorbar: { title: { text: "tokens per step" }, thickness: 12 } },
+      colorbar: { title: { text: "tokens per step" }, thickness: 12, ...bar } },
   });
   const traces = maps.map(([number, values], place) => {
     const at = place ? place + 1 : "", name = data.cells[number].name, known = values.filter((value) => value !== null);

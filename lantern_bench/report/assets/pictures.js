@@ -26,16 +26,31 @@ function pictureFigure(row, number) {
 }
 
 function gridRow(row, cells) {
-  const one = rows[row], button = element("button", { type: "button" }, "through the modes");
+  const button = element("button", { type: "button" }, "through the modes");
   button.addEventListener("click", () => { state.row = row; changed(); find("#stage").scrollIntoView(); find("#stage-slider").focus({ preventScroll: true }); });
-  const head = element("th", { scope: "row" }, data.prompts[one.prompt], one.repeat ? element("small", {}, `repeat ${one.repeat}`) : null, element("div", {}, button));
+  const head = element("th", { scope: "row" }, promptOf(row), element("div", {}, button));
   return element("tr", {}, head, ...cells.map((number) => element("td", {}, pictureFigure(row, number))));
 }
 
+function gridHead(number) {
+  const cell = data.cells[number], distance = cell.distance ? element("small", {}, `distance ${cell.distance}`) : null;
+  return element("th", { scope: "col" }, glyphOf(number), ...wordsOf(cell.name), badgeOf(cell), distance);
+}
+
+// The AR cells of the cells that are on, first the one of most of them.
+function basesOf(cells) {
+  const bases = cells.map((number) => data.cells[number].base).filter((base) => base !== null);
+  const count = (base) => bases.filter((other) => other === base).length;
+  return bases.sort((a, b) => count(b) - count(a));
+}
+
+// The cells of the columns; with AR pinned it comes first.
+function gridCells() { return find("#pin").checked ? [...new Set([...basesOf(shownCells()), ...shownCells()])] : shownCells(); }
+
 function drawGrid() {
-  const cells = shownCells(), chosen = chosenRows(), drawn = chosen.slice(0, pages.rows);
-  const heads = cells.map((number) => element("th", { scope: "col" }, glyphOf(number), data.cells[number].name));
-  find("#grid").tHead.replaceChildren(element("tr", {}, element("td"), ...heads));
+  const cells = gridCells(), chosen = chosenRows(), drawn = chosen.slice(0, pages.rows);
+  find("#grid").classList.toggle("pinned", find("#pin").checked);
+  find("#grid").tHead.replaceChildren(element("tr", {}, element("td"), ...cells.map(gridHead)));
   find("#grid").tBodies[0].replaceChildren(...drawn.map((row) => gridRow(row, cells)));
   find("#count").textContent = `${drawn.length} of ${chosen.length} rows`;
   find("#more").hidden = drawn.length >= chosen.length;
@@ -43,6 +58,7 @@ function drawGrid() {
 
 find("#search").addEventListener("input", () => { pages.rows = STEP; drawGrid(); });
 find("#order").addEventListener("change", () => { pages.rows = STEP; drawGrid(); });
+find("#pin").addEventListener("change", drawGrid);
 find("#more").addEventListener("click", () => { pages.rows += 2 * STEP; drawGrid(); });
 find("#pictures").hidden = !rows.length;
 onChange(drawGrid);

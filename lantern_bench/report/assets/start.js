@@ -1,4 +1,5 @@
 // Draw pictures and tables at once, charts as soon as their library is decompressed. `data-ready` marks the end.
+readAddress();
 changed();
 const opened = unpackPlotly().then(startCharts).catch((reason) => {
   const note = find("#no-charts");

@@ -1,9 +1,10 @@
-// What is shown: the cells that are on, the picture on the stage. Each part of the page redraws when this changes.
+// What is shown: the cells that are on, the row of pictures on the stage, the order and the columns of the table. Each part
+// of the page redraws when this changes.
 const data = JSON.parse(document.getElementById("data").textContent);
 const find = (selector, root = document) => root.querySelector(selector);
 const every = (selector, root = document) => [...root.querySelectorAll(selector)];
 const listeners = [];
-const state = { shown: new Set(data.cells.keys()), row: 0 };
+const state = { shown: new Set(data.cells.keys()), row: 0, sort: { name: "speedup", down: true }, allColumns: false };
 
 function onChange(listener) { listeners.push(listener); }
 function changed() { for (const listener of listeners) listener(); }
@@ -11,8 +12,10 @@ function isAll() { return state.shown.size === data.cells.length; }
 function show(cells) { state.shown = new Set(cells); changed(); }
 function showAll() { show(data.cells.keys()); }
 
-// One cell alone; asked for a second time, all of them again.
-function solo(cell) { state.shown.size === 1 && state.shown.has(cell) ? showAll() : show([cell]); }
+function isShown(cells) { return state.shown.size === cells.length && cells.every((cell) => state.shown.has(cell)); }
+
+// Some cells alone; asked for a second time, all of them again.
+function only(cells) { isShown(cells) ? showAll() : show(cells); }
 
 function isDark() { return document.documentElement.dataset.theme === "dark"; }
 function colourOf(cell) { return isDark() ? cell.dark : cell.colour; }
@@ -30,10 +33,12 @@ for (const picture of data.pictures) {
 }
 
 function source(picture) { return picture.thumb === null ? "" : `data:image/webp;base64,${data.thumbs[picture.thumb]}`; }
-// The scores of a picture: pairs of the metric and its figure.
+function promptOf(row) { return data.prompts[rows[row].prompt] + (rows[row].repeat ? ` (repeat ${rows[row].repeat})` : ""); }
+
+// The scores of a picture: pairs of the metric and its figure. More digits would tell no two single pictures apart.
 function scoresOf(picture) {
   const scored = Object.entries(data.metrics).filter(([name]) => picture[name] !== undefined);
-  return scored.map(([name, [label, digits]]) => [label, figure(picture[name], Number(digits.match(/\d/)))]);
+  return scored.map(([name, label]) => [label, figure(picture[name], 2)]);
 }
 function figure(value, digits) { return value === null || value === undefined ? "" : value.toFixed(digits); }
 function element(name, attributes = {}, ...children) {
@@ -44,4 +49,7 @@ function element(name, attributes = {}, ...children) {
   node.append(...children.filter((child) => child !== null));
   return node;
 }
+function badgeOf(cell) { return cell.output && element("span", { class: `badge ${cell.output}` }, cell.output); }
+// A name that breaks between words only: browsers would also break it at hyphens.
+function wordsOf(name) { return name.split(" ").flatMap((word) => [element("span", { class: "word" }, word), " "]); }
 function glyphOf(number) { return find(`.chip[data-cell="${number}"] .glyph`).cloneNode(true); }
