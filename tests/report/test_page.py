@@ -17,9 +17,11 @@ import pandas as pd
 import pytest
 
 from lantern_bench.analysis.tables import tables_of
+from lantern_bench.api import write_report
 from lantern_bench.storage.run_directory import load_runs
 from tests.helpers.browser import missing, opened
-from tests.helpers.made_up_run import AR, STRICT
+from tests.helpers.made_up_run import AR, LOOSE, STRICT, make_record, write_run
+from tests.helpers.page_run import write_page_run
 
 _REASON = missing()
 pytestmark = [
@@ -56,6 +58,38 @@ def tab(opening: SimpleNamespace) -> Any:
     opening.tab.evaluate("document.querySelector('#cells').open = true")
     opening.tab.locator("#search").fill("")
     return opening.tab
+
+
+def odd_runs(folder: Path, page_run: Path) -> dict[str, list[Path]]:
+    """Runs of one cell without ar, of ar alone without images, and two runs on one page."""
+    records = [
+        make_record(cell=AR, prompt=n, walks=[[]], seconds=1.0, image=None) for n in range(2)
+    ]
+    return {
+        "one": [write_page_run(folder / "one", cells=(LOOSE,))],
+        "ar": [write_run(folder / "ar", records, [])],
+        "two": [page_run, write_page_run(folder / "two", prompts=2)],
+    }
+
+
+def test_pages_of_odd_runs_open_without_errors(
+    opening: SimpleNamespace, page_run: Path, tmp_path: Path
+) -> None:
+    for name, runs in odd_runs(tmp_path, page_run).items():
+        page = write_report(runs, tmp_path / f"{name}.html")
+        tab = opening.tab.context.new_page()
+        errors: list[str] = []
+        tab.on("pageerror", lambda error, errors=errors: errors.append(str(error)))
+        tab.goto(page.as_uri())
+        tab.wait_for_selector("html[data-ready]")
+        assert errors == []
+        assert tab.locator("h1 .verdict").count() == len(runs)
+        assert tab.locator("#no-charts").is_hidden()
+        hidden = tab.locator(".links a").evaluate_all(
+            "links => links.filter((link) => link.hidden).map((link) => link.hash)"
+        )
+        assert hidden == (["#charts", "#stage", "#pictures"] if name == "ar" else [])
+        tab.close()
 
 
 def columns(tab: Any) -> list[str]:
@@ -112,7 +146,7 @@ def test_a_chip_filters_everything(tab: Any) -> None:
     assert first_of_rows(tab) == ["LANTERN++ λ=2"]
     tab.locator(".chip", has_text="AR").first.press("Enter")
     assert columns(tab) == ["AR", "LANTERN++ λ=2"]
-    assert tab.locator("#shown").inner_text() == "2 of 3 cells"
+    assert tab.locator("#shown").inner_text() == "cells: 2 of 3"
     tab.locator("#all").press("Enter")
     assert len(columns(tab)) == 3
 

@@ -98,6 +98,7 @@ function startCharts() {
     menu.addEventListener("change", () => drawFigure(id));
     menu.closest("figure").hidden = !charts.length;
   }
+  find("#charts").hidden = every("#charts figure").every((figure) => figure.hidden);
   onChange(drawCharts);
   matchMedia("(max-width: 860px)").addEventListener("change", drawCharts);
   if (data.grid) startMaps();

@@ -14,7 +14,7 @@ for (const chip of every(".chip[data-cell]")) {
 onChange(() => {
   for (const { button, cells } of groups) button.setAttribute("aria-pressed", isShown(cells));
   for (const chip of every(".chip[data-cell]")) chip.setAttribute("aria-pressed", state.shown.has(Number(chip.dataset.cell)));
-  find("#shown").textContent = `${state.shown.size} of ${data.cells.length} cells`;
+  find("#shown").textContent = isAll() ? `cells: ${data.cells.length}` : `cells: ${state.shown.size} of ${data.cells.length}`;
 });
 
 // A click beside the open list, and Escape, close it.

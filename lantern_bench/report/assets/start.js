@@ -8,4 +8,7 @@ const opened = unpackPlotly().then(startCharts).catch((reason) => {
     ? "The charts need a browser of 2023 or later; tables and pictures are complete."
     : `The charts could not be drawn: ${reason.message}. Tables and pictures are complete.`;
 });
-opened.finally(() => { document.documentElement.dataset.ready = Math.round(performance.now()); });
+opened.finally(() => {
+  for (const link of every(".links a")) link.hidden = find(link.hash).hidden;
+  document.documentElement.dataset.ready = Math.round(performance.now());
+});
