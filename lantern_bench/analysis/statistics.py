@@ -149,21 +149,30 @@ def sums_per_prompt(
 ) -> Sums:
     """Return both sums of each prompt.
 
-    The result does not depend on the order of the images, so that the seed alone decides the
-    resamples: prompts are in sorted order, and the images of a prompt are added by size.
-
     Args:
         numerators: One number per image.
         denominators: One number per image.
         prompts: The prompt of each image.
     """
-    index = pd.Index(list(prompts), dtype=object)
+    columns = np.array([list(numerators), list(denominators)], dtype=float)
+    return Sums(*prompt_sums(columns.T, prompts).T)
 
-    def sums(values: Iterable[float]) -> Array:
-        by_size = pd.Series(list(values), index, dtype=float).sort_values()
-        return np.asarray(by_size.groupby(level=0).sum())
 
-    return Sums(sums(numerators), sums(denominators))
+def prompt_sums(columns: Array, prompts: Iterable[str]) -> Array:
+    """Return the sums of columns [images, columns] over each prompt: an array [prompts, columns].
+
+    The result does not depend on the order of the images, so that the seed alone decides the
+    resamples: prompts are in sorted order, and the images of a prompt are added by size.
+
+    Args:
+        columns: Numbers of each image.
+        prompts: The prompt of each image.
+    """
+    numbers, _ = pd.factorize(np.array(list(prompts), dtype=object), sort=True)
+    of_rows = np.broadcast_to(numbers[:, None], columns.shape)
+    ordered = np.take_along_axis(columns, np.lexsort((columns, of_rows), axis=0), axis=0)
+    starts = np.flatnonzero(np.diff(np.sort(numbers), prepend=-1))
+    return np.asarray(np.add.reduceat(ordered, starts, axis=0))
 
 
 def _bootstrap(

@@ -15,8 +15,8 @@ from lantern_bench.analysis.statistics import (
     Array,
     Interval,
     add_holm_p_values,
+    prompt_sums,
     ratio_of_sums,
-    sums_per_prompt,
     too_few_prompts,
 )
 from lantern_bench.analysis.tails import valid_p
@@ -110,11 +110,10 @@ def _figures(cell: CellRecords, rows: Mapping[str, Row], *, is_mixed: bool) -> R
         if name in names:
             sums = of_images.sums[..., names.index(name)].sum(axis=1)
             figures |= ratio_of_sums(sums, tokens, prompts).columns(name)
-    by_prompt = [sums_per_prompt(column, tokens, prompts) for column in columns.T]
-    sums_of_prompts = np.stack([part.numerator for part in by_prompt], axis=-1)
+    of_prompts = prompt_sums(np.column_stack([columns, tokens]), prompts)
     shift = distance(
-        _compared(FeatureSums.of(sums_of_prompts, len(names)), names),
-        tokens=by_prompt[0].denominator,
+        _compared(FeatureSums.of(of_prompts[:, :-1], len(names)), names),
+        tokens=of_prompts[:, -1],
     )
     figures |= shift.columns("distance")
     figures["note"] = join_notes([shift.note, *notes])
