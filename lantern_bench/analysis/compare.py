@@ -124,12 +124,12 @@ def stated_differences(runs: Mapping[str, RunData]) -> list[str]:
     (first, a), *others = runs.items()
     sentences = []
     for run, b in others:
-        unlike = differences(a, b)
-        facts = [f"{name} ({of_b} instead of {of_a})" for _, name, of_a, of_b in unlike]
-        kinds = {difference.kind for difference in unlike}
-        reasons = [reason for kind, reason in ACROSS.items() if kind in kinds]
-        text = "; ".join(facts) or "nothing that both record"
-        sentences.append(": ".join([f"{run} differs from {first} in {text}", *reasons]))
+        facts: dict[str, list[str]] = {}
+        for kind, name, of_a, of_b in differences(a, b):
+            facts.setdefault(kind, []).append(f"{name} ({of_b} instead of {of_a})")
+        kinds = [f"{kind}: {', '.join(unlike)}" for kind, unlike in facts.items()]
+        text = "; ".join(kinds) or "nothing that both record"
+        sentences.append(f"{run} differs from {first} in {text}")
     return sentences
 
 

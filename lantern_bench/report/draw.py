@@ -256,8 +256,9 @@ def _draw_panels(chart: Chart, styles: Styles, width: float) -> Figure:
     figure.supxlabel(chart.x_title, fontsize="medium")
     figure.supylabel(chart.y_title, fontsize="medium")
     if "run" not in chart.panels:
-        # Below the panels is the title of their x axes.
-        _draw_legend(figure, list(groups.values()), list(groups), place="outside upper left")
+        # Matplotlib reads formulas between dollar signs. Below the panels is the title of x.
+        names = [name.replace("$", r"\$") for name in groups]
+        _draw_legend(figure, list(groups.values()), names, place="outside upper left")
     return figure
 
 

@@ -365,8 +365,7 @@ def latex(
         cells = [_in_latex(text) for text in texts]
         if pd.api.types.is_numeric_dtype(rows[column]):
             kind = "r"
-            best = best_of(column, texts, among=may_be_best(rows))
-            cells = _figures(texts, best)
+            cells = _figures(texts, _best_of_groups(rows, column, texts))
         if any(" & " in cell for cell in cells):
             kind = "r@{ }l"
             heading = rf"\multicolumn{{2}}{{c}}{{{heading}}}"
@@ -417,6 +416,20 @@ def best_of(column: str, texts: Sequence[str], among: Sequence[bool]) -> list[bo
     numbers = numbers.where(pd.Series(among, dtype=bool))
     best = numbers.max() if better == "higher" else numbers.min()
     return (numbers.eq(best) & is_comparable).tolist()
+
+
+def _best_of_groups(rows: pd.DataFrame, column: str, texts: Sequence[str]) -> list[bool]:
+    """`best_of` within each run and category, whose figures do not compete with others."""
+    groups = ["table", *rows.filter(["run", "category"])]
+    among = may_be_best(rows)
+    best = [False] * len(rows)
+    for places in rows.assign(table="").groupby(groups, dropna=False).indices.values():
+        marks = best_of(
+            column, [texts[place] for place in places], among=[among[place] for place in places]
+        )
+        for place, mark in zip(places, marks, strict=True):
+            best[place] = mark
+    return best
 
 
 def _figures(texts: Sequence[str], best: Sequence[bool]) -> list[str]:

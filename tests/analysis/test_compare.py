@@ -228,10 +228,9 @@ def test_differences_of_several_runs_are_sentences():
     of_cpu = MANIFEST["machine"]["cpu"]
     assert stated_differences({"a": make_run(), "b": make_run(), "c": faster}) == [
         "b differs from a in nothing that both record",
-        f"c differs from a in processor, model (another instead of {of_cpu['model']}); "
-        f"processor, cores (64 instead of {of_cpu['cores']}); dtype (bfloat16 instead of float32); "
-        "compile (True instead of not recorded): "
-        "their seconds were measured on different machines",
+        f"c differs from a in machine: processor, model (another instead of {of_cpu['model']}), "
+        f"processor, cores (64 instead of {of_cpu['cores']}); setting: dtype (bfloat16 instead of "
+        "float32), compile (True instead of not recorded)",
     ]
 
 

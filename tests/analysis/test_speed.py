@@ -154,7 +154,7 @@ def test_the_terminal_shows_it_and_names_the_cell() -> None:
     assert list(shown["over lossless"]) == ["0.67x", "1.00x", "2.00x"]
     assert (
         "Over lossless: over the fastest lossless cell of the run with the same sampling, "
-        f"{STRICT.cell_id}." in notes
+        f"{STRICT.cell_id}." in " ".join(notes)
     )
     assert "lossless cell" not in shown
 

@@ -90,7 +90,7 @@ def test_show_joins_runs_by_cell(results, capsys):
     manifest = json.loads((results / "second" / "manifest.json").read_text())
     manifest["key"] = {"dtype": "bfloat16"}
     (results / "second" / "manifest.json").write_text(json.dumps(manifest))
-    unlike = "second differs from first-1234 in dtype (bfloat16 instead of not recorded)"
+    unlike = "second differs from first-1234 in setting: dtype (bfloat16 instead of not recorded)"
 
     assert cli.main(["show", "first", "second", "--table", "speed"]) == 0
     written = capsys.readouterr()

@@ -289,7 +289,7 @@ def with_categories(cells, prompts=4):
     for cell, prompt in product(cells, range(prompts)):
         walks = [[]] * 6 if cell == AR else [*WALKS, *[[0, 0]] * (prompt % 2)]
         record = make_record(cell=cell, prompt=prompt, walks=walks, seconds=1.0)
-        category = "fine detail" if prompt % 2 else "animals"
+        category = "fine $^ detail$" if prompt % 2 else "animals"
         records.append(record | {"prompt_metadata": {"category": category}})
     return records
 
@@ -312,7 +312,7 @@ def test_curves_by_category_have_a_panel_a_cell_and_a_line_a_category():
         [LOOSE.cell_id],
     ]
     for panel in panels:
-        assert [line["run"].iloc[0] for line in panel.lines()] == ["animals", "fine detail"]
+        assert [line["run"].iloc[0] for line in panel.lines()] == ["animals", "fine $^ detail$"]
         for line in panel.lines():
             alone = [
                 row for row in records if row["prompt_metadata"]["category"] == line["run"].iloc[0]
@@ -325,7 +325,7 @@ def test_curves_by_category_have_a_panel_a_cell_and_a_line_a_category():
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles == ["speculative (strict) (lossless)", "LANTERN++ λ=2 (relaxed)"]
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["animals", "fine detail"]
+    assert [text.get_text() for text in legend.get_texts()] == ["animals", r"fine \$^ detail\$"]
     colours = {axes.lines[0].get_color() for axes in figure.axes}
     assert len(colours) == 1
     # No text overlaps another: the legend is above the panels, the title of the axes below.
@@ -352,7 +352,7 @@ def test_curves_by_category_of_several_runs(tmp_path):
     points = pd.read_csv(next(path for path in files if path.suffix == ".csv"))
     assert points["run"].unique().tolist() == [
         f"{run}: {category} (2 prompts)"
-        for run, category in product("ab", ("animals", "fine detail"))
+        for run, category in product("ab", ("animals", "fine $^ detail$"))
     ]
     with pytest.raises(UserError, match="--by colour: must be one of mode") as raised:
         draw_curves(runs, tmp_path / "drawn", by="colour")

@@ -106,6 +106,23 @@ def test_runs_are_joined_by_cell_and_category(tables):
     assert list(joined["b: MAL"]) == ["", "", "", "1.00", "2.00", "3.00"]
 
 
+def test_each_category_of_a_run_has_its_own_best_figures(tables):
+    table = tables["summary"].assign(distance=0.001, distance_high=0.005)
+    slow = table.assign(speedup=table["speedup"] / 2)
+    for parts in (
+        {"category": ["animals", "food"]},
+        {"run": ["a", "b"]},
+        {"run": ["a", "a"], "category": ["food", None]},
+    ):
+        of_parts = [
+            part.assign(**{name: values[number] for name, values in parts.items()})
+            for number, part in enumerate((table, slow))
+        ]
+        text = latex(pd.concat(of_parts, ignore_index=True), "summary")
+        assert text.count(r"\textbf{3.25$\times$}") == 1
+        assert text.count(r"\textbf{1.62$\times$}") == 1
+
+
 def test_features_are_named_in_the_head_or_in_a_column(tables):
     table = tables["summary"].assign(fid=[10.0, 11.25, 12.0])
     assert list(readable(table, "summary").frame["FID (lanterns-features-64)"]) == [
