@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from lantern_bench.analysis.cells import run_cells
 from lantern_bench.analysis.tables import tables_of
 from lantern_bench.api import write_report
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.report.charts import curve_tables, run_styles
-from lantern_bench.report.page import _figures, render, thumbnail
+from lantern_bench.report.page import _cells, _figures, render, thumbnail
 from lantern_bench.storage.run_directory import load_runs, run_names
 from lantern_bench.utils.errors import UserError
 from tests.helpers.made_up_run import (
@@ -155,6 +156,17 @@ def test_speed_against_distance_comes_first(page_run):
     ]
     assert names[0] == "speed-quality-distance"
     assert "speed-quality-clip_score" in names
+
+
+def test_cells_have_their_distance_and_their_ar(page_run):
+    (data,) = load_runs([page_run]).values()
+    tables = curve_tables(data)
+    tables["quality_with_speed"] = tables["quality_with_speed"].assign(distance=[0.0, None, 0.01])
+    records = {("run", "lanterns", cell.cell_id): cell for cell in run_cells(data)}
+    cells = list(_cells({"run": tables}, records, run_styles({"run": tables})))
+    assert [cell["distance"] for cell in cells] == ["0.0000", "", "0.0100"]
+    assert [cell["base"] for cell in cells] == [0, 0, 0]
+    assert [cell["output"] for cell in cells] == ["lossless", "lossless", "relaxed"]
 
 
 def test_published_figures_have_their_source(page):

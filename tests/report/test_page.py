@@ -5,6 +5,7 @@ moves the rest.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -55,6 +56,7 @@ def opening(page_file: Path) -> Iterator[SimpleNamespace]:
 def tab(opening: SimpleNamespace) -> Any:
     """The tab with everything shown, as after opening."""
     opening.tab.evaluate("location.hash = 'sort=-speedup'")
+    opening.tab.wait_for_function("location.hash === ''")  # the page has read it
     opening.tab.evaluate("document.querySelector('#cells').open = true")
     opening.tab.locator("#search").fill("")
     return opening.tab
@@ -234,6 +236,8 @@ def test_charts_are_never_sent_away(tab: Any) -> None:
         )
     )
     assert titles == {"Download plot as a PNG", "Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes"}
+    ground = "groups => groups.map((group) => getComputedStyle(group).backgroundColor)"
+    assert set(tab.locator(".modebar-group").evaluate_all(ground)) == {"rgba(0, 0, 0, 0)"}
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -329,7 +333,9 @@ def test_the_slider_goes_through_the_modes_by_keyboard(tab: Any) -> None:
         "LANTERN++ λ=2",
     ]
     assert len({picture for _, picture in seen}) == 3
-    assert "3.00" in tab.locator("#stage-facts").inner_text()
+    facts = tab.locator("#stage-facts").inner_text()
+    assert "3.00" in facts
+    assert re.search(r"CLIP score\s+0\.30\s", facts)  # two digits
     assert slider.get_attribute("aria-valuetext") == "LANTERN++ λ=2"
     before = tab.locator("#stage-prompt").inner_text()
     tab.locator("#stage-after").click()
@@ -362,6 +368,20 @@ def test_ar_can_be_pinned_beside_all_pictures(tab: Any) -> None:
     assert columns(tab) == ["AR", "LANTERN++ λ=2"]
     assert first_of_rows(tab) == ["LANTERN++ λ=2"]
     tab.locator("#pin").uncheck()
+
+
+def test_the_distance_stands_under_each_head(tab: Any, page_file: Path, tmp_path: Path) -> None:
+    with_distances = page_file.read_text(encoding="utf-8").replace(
+        '"distance":""', '"distance":"0.0123"'
+    )
+    (tmp_path / "report.html").write_text(with_distances, encoding="utf-8")
+    other = tab.context.new_page()
+    other.goto((tmp_path / "report.html").as_uri())
+    other.wait_for_selector("html[data-ready]")
+    heads = other.locator("#grid thead th").all_inner_texts()
+    assert [text.split("\n")[-1] for text in heads] == ["distance 0.0123"] * 3
+    assert "0.0123" in other.locator("#stage-facts").inner_text()
+    other.close()
 
 
 def test_search_filters_rows_and_a_row_opens_the_stage(tab: Any) -> None:

@@ -24,7 +24,7 @@ function readAddress() {
   const named = [...data.cells.keys()].filter((number) => keys.includes(data.cells[number].key));
   const sort = words.get("sort") || OPENING;
   state.shown = new Set(named.length ? named : data.cells.keys());
-  state.sort = { name: sort.replace("-", ""), down: sort.startsWith("-") };
+  state.sort = { name: sort.replace(/^-/, ""), down: sort.startsWith("-") };
   state.allColumns = words.get("columns") === "all";
   state.row = Math.max(0, [...rows.keys()].findIndex((row) => promptOf(row) === words.get("prompt")));
 }

@@ -100,7 +100,7 @@ function startCharts() {
   }
   find("#charts").hidden = every("#charts figure").every((figure) => figure.hidden);
   onChange(drawCharts);
-  matchMedia("(max-width: 860px)").addEventListener("change", drawCharts);
+  matchMedia("(max-width: 860px)").addEventListener("change", changed);
   if (data.grid) startMaps();
   changed();
 }
