@@ -3,7 +3,7 @@
     python -m scripts.docs.pictures [NAME...]          # all: `make screenshots`
 
 `frontier.png` shows the speeds of the run `frontier-h200` against its distances. The other pictures
-are made from the page of the reference run: a screenshot of its charts; `distances.png`, some
+are made from the page of the reference run: a screenshot of its main chart; `distances.png`, some
 captions in cells of growing distance; and `family.png`, rendered scenes, their reconstructions by
 the bundled tokenizer, and `ar` pictures of the same captions. sources.json says which files each
 picture was made from.
@@ -208,7 +208,11 @@ def pictures_of(page: Path) -> tuple[list[str], list[str], dict[tuple[int, int],
         for row in data["pictures"]
         if not row["repeat"]
     }
-    return [cell["name"] for cell in data["cells"]], data["prompts"], pictures
+    cells = [
+        cell["name"] if cell["name"] == "AR" else f"{cell['name']} ({cell['output']})"
+        for cell in data["cells"]
+    ]
+    return cells, data["prompts"], pictures
 
 
 def distances(out: Path) -> list[Path]:
@@ -257,8 +261,8 @@ def sheet(
 
 
 def charts(out: Path) -> list[Path]:
-    """Photograph the charts of the report page."""
-    photograph(PAGE, {"charts": out})
+    """Photograph the main chart of the report page."""
+    photograph(PAGE, {"summary": out})
     return [PAGE]
 
 
