@@ -219,6 +219,13 @@ def test_dpg_there_and_back(run: Path) -> None:
         "L2 global": 0.25,
         "L2 color": 0.125,
     }
+    # By a column of the prompts, each prompt counts in its group, and no category of questions.
+    parts = load_run(run).tables_by("tag")["quality"]
+    parts = parts[parts["cell_id"] == STRICT.cell_id].set_index("category")
+    of_colors = [grey(1, repeat) / 255 for repeat in range(4)]
+    assert parts["dpg"].index.tolist() == ["colors", "counting"]
+    assert parts.loc["colors", "dpg"] == pytest.approx(sum(of_colors) / 4)
+    assert parts["prompts"].tolist() == [1, 4]
     path.write_text(text.replace("item3.png", "item9.png"))
     with pytest.raises(UserError, match=r"line 4: .*item9.png with 4 scores is no picture"):
         import_scores(run, path)
