@@ -16,10 +16,13 @@ from urllib.request import url2pathname
 
 import pandas as pd
 import pytest
+from PIL import Image
 
 from lantern_bench.analysis.tables import tables_of
 from lantern_bench.api import write_report
+from lantern_bench.report.draw import SURFACE
 from lantern_bench.storage.run_directory import load_runs
+from lantern_bench.storage.schema import frame, write_csv
 from tests.helpers.browser import missing, opened
 from tests.helpers.made_up_run import AR, LOOSE, STRICT, make_record, write_run
 from tests.helpers.page_run import write_page_run
@@ -63,14 +66,22 @@ def tab(opening: SimpleNamespace) -> Any:
 
 
 def odd_runs(folder: Path, page_run: Path) -> dict[str, list[Path]]:
-    """Runs of one cell without ar, of ar alone without images, and two runs on one page."""
+    """Runs of one cell without ar, of ar alone without images, two runs on one page, and a run that
+    verifies an exploration.
+    """
     records = [
         make_record(cell=AR, prompt=n, walks=[[]], seconds=1.0, image=None) for n in range(2)
     ]
+    explored = write_page_run(folder / "explored" / "verified", prompts=2)
+    settings = [{"model": "lanterns", "cell_id": "a", "predicted_speedup": 2.0, "dominated": 0}]
+    write_csv(frame("surface", settings), explored.parent / SURFACE)
+    (explored.parent / "figures").mkdir()
+    Image.new("RGB", (900, 640)).save(explored.parent / "figures" / "map-lanterns.png")
     return {
         "one": [write_page_run(folder / "one", cells=(LOOSE,))],
         "ar": [write_run(folder / "ar", records, [])],
         "two": [page_run, write_page_run(folder / "two", prompts=2)],
+        "explored": [explored],
     }
 
 
@@ -80,6 +91,7 @@ def test_pages_of_odd_runs_open_without_errors(
     for name, runs in odd_runs(tmp_path, page_run).items():
         page = write_report(runs, tmp_path / f"{name}.html")
         tab = opening.tab.context.new_page()
+        tab.set_viewport_size({"width": 390, "height": 800})
         errors: list[str] = []
         tab.on("pageerror", lambda error, errors=errors: errors.append(str(error)))
         tab.goto(page.as_uri())
@@ -91,6 +103,8 @@ def test_pages_of_odd_runs_open_without_errors(
             "links => links.filter((link) => link.hidden).map((link) => link.hash)"
         )
         assert hidden == (["#charts", "#stage", "#pictures"] if name == "ar" else [])
+        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert tab.locator("text=Predicted settings").count() == (name == "explored")
         tab.close()
 
 
