@@ -293,6 +293,11 @@ def _head(table: pd.DataFrame, column: str) -> str:
 # ---- Several runs
 
 _OF_RUNS = ("speedup", "mean_accepted_length", "distance")
+_NOT_OF_RUNS = [
+    "lossless_cell",
+    "fid_features",
+    "clip_model",
+]  # notes on figures that are not shown
 
 
 def join_runs(summaries: Mapping[str, pd.DataFrame]) -> Readable:
@@ -313,7 +318,7 @@ def join_runs(summaries: Mapping[str, pd.DataFrame]) -> Readable:
             column = figure_texts(of_run, figure, intervals=figure == "speedup")
             if any(column):
                 texts[f"{run}: {head_of(figure)}"] = column
-        for note in _notes(summary, "summary"):
+        for note in _notes(summary.drop(columns=_NOT_OF_RUNS, errors="ignore"), "summary"):
             notes.setdefault(note, []).append(run)
     lines = [
         note if len(runs) == len(summaries) else f"{', '.join(runs)}: {note}"
