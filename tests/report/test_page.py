@@ -105,6 +105,7 @@ def test_pages_of_odd_runs_open_without_errors(
         assert hidden == (["#charts", "#stage", "#pictures"] if name == "ar" else [])
         assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert tab.locator("text=Predicted settings").count() == (name == "explored")
+        assert tab.locator(".mode[open]").count() == 0  # only the modes are listed at first
         tab.close()
 
 
@@ -277,8 +278,8 @@ def test_names_of_points_cover_neither_points_nor_names(tab: Any, width: int) ->
 
 
 def test_tab_reaches_the_charts_menu_before_its_buttons(tab: Any) -> None:
-    tab.locator("#cells summary").press("Enter")  # closes the list of cells
-    tab.locator("#cells summary").focus()
+    tab.locator("#cells > summary").press("Enter")  # closes the list of cells
+    tab.locator("#cells > summary").focus()
     reached = []
     for _ in range(2):
         tab.keyboard.press("Tab")

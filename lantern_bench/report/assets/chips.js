@@ -17,6 +17,9 @@ onChange(() => {
   find("#shown").textContent = isAll() ? `cells: ${data.cells.length}` : `cells: ${state.shown.size} of ${data.cells.length}`;
 });
 
+// On a phone the list begins with the modes alone.
+for (const mode of every(".mode")) mode.open = !matchMedia("(max-width: 860px)").matches;
+
 // A click beside the open list, and Escape, close it.
 document.addEventListener("click", (event) => { if (!find("#cells").contains(event.target)) find("#cells").open = false; });
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") find("#cells").open = false; });

@@ -29,7 +29,8 @@ function drawFrames(number, prompt) {
 function drawStrip(cells) {
   find("#stage-strip").replaceChildren(...cells.map((number, place) => {
     const picture = pictureAt.get(`${state.row}/${number}`), name = data.cells[number].name;
-    const button = element("button", { type: "button", title: name, "aria-label": name, tabindex: "-1", "aria-current": String(place === stage.at) }, element("img", { src: source(picture), alt: "" }));
+    const image = picture.thumb === null ? glyphOf(number) : element("img", { src: source(picture), alt: "" });
+    const button = element("button", { type: "button", title: name, "aria-label": name, tabindex: "-1", "aria-current": String(place === stage.at) }, image);
     button.addEventListener("click", () => { stage.at = place; stage.cell = number; drawStage(); });
     return button;
   }));
