@@ -19,18 +19,19 @@ function drawMaps() {
   find("#maps-grid").hidden = !maps.length;
   if (!maps.length) return;
   // Beside the maps of a wide screen there is room for a bar, below those of a narrow one.
-  const row = width / (isNarrow ? across : across + 1), bar = isNarrow ? { orientation: "h", y: 0, yanchor: "top" } : {};
+  const pixels = width / (isNarrow ? across : across + 1), title = { text: "tokens per step", side: "top" };
+  const bar = isNarrow ? { title, orientation: "h", y: 0, yanchor: "top" } : { title };
   const layout = layoutOf({
-    grid: { rows: down, columns: across, pattern: "independent", xgap: 0.08, ygap: NAMES / (row + NAMES) }, margin: { l: 4, r: 4, t: NAMES + BUTTONS, b: 4 },
-    height: NAMES + BUTTONS + down * (row + NAMES), annotations: [],
+    grid: { rows: down, columns: across, pattern: "independent", xgap: 0.08, ygap: NAMES / (pixels + NAMES) }, margin: { l: 4, r: 4, t: NAMES + BUTTONS, b: 4 },
+    height: NAMES + BUTTONS + down * (pixels + NAMES), annotations: [],
     coloraxis: { cmin: 1, cmax: Math.max(1.5, ...maps.flatMap(([, values]) => values)), colorscale: INFERNO,
-      colorbar: { title: { text: "tokens per step" }, thickness: 12, ...bar } },
+      colorbar: { thickness: 12, ...bar } },
   });
   const traces = maps.map(([number, values], place) => {
     const at = place ? place + 1 : "", name = data.cells[number].name, known = values.filter((value) => value !== null);
     layout[`xaxis${at}`] = { visible: false, constrain: "domain" };
     layout[`yaxis${at}`] = { visible: false, autorange: "reversed", scaleanchor: `x${at}`, constrain: "domain" };
-    layout.annotations.push({ text: `${name.replace(/(.{12,20}) /g, "$1<br>")}<br>mean ${mean(known).toFixed(2)}`, showarrow: false, align: "left", font: { size: 12 },
+    layout.annotations.push({ text: `${broken(name, 0.9 * pixels)}<br>mean ${mean(known).toFixed(2)}`, showarrow: false, align: "left", font: { size: 12 },
       xref: `x${at} domain`, yref: `y${at} domain`, x: 0, y: 1, xanchor: "left", yanchor: "bottom" });
     return {
       type: "heatmap", name, coloraxis: "coloraxis", xaxis: `x${at}`, yaxis: `y${at}`,
