@@ -462,10 +462,11 @@ def test_page_fits_a_narrow_screen_and_paper(
         assert cell.bounding_box()["x"] + cell.bounding_box()["width"] < 390
     tab.evaluate("document.querySelector('#table').parentElement.scrollLeft = 100")
     assert row[0].bounding_box()["x"] >= 0
-    heights = tab.evaluate(
-        "[...document.querySelectorAll('.word')].map((word) => word.getClientRects().length)"
-    )
-    assert set(heights) <= {0, 1}  # 0: in the closed list of cells
+    wraps = "words => words.map((word) => getComputedStyle(word).whiteSpace)"
+    for place in ("#table tbody", "#grid thead"):
+        words = tab.locator(f"{place} .word")
+        assert set(words.evaluate_all(wraps)) == {"nowrap"}
+        assert " ".join(words.all_inner_texts()).count("LANTERN++ λ=2") == 1
     menus = tab.locator(".menu").evaluate_all(
         "menus => menus.map((menu) => [menu.querySelectorAll('option').length, menu.offsetHeight])"
     )
