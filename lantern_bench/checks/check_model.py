@@ -22,7 +22,7 @@ from lantern_bench.decoding.protocol import Logits, Target
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.decoding.tree import StaticTree
-from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.loaded_model import CodeMap, LoadedModel
 from lantern_bench.utils.errors import UserError
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
@@ -103,7 +103,8 @@ def check_model(
         prompts: The first and the last are the prompts of the two images.
         tolerance: Largest relative difference of logits (see `TOLERANCE`).
         generator: CPU generator of the random tokens.
-        tokens: Tokens of an image that are scored. Default: two rows, at least 32.
+        tokens: Tokens of an image that are scored. Default: two rows, at least 32, behind a
+            coarse grid.
         reference: Logits from other software. Default: the model's own reference, if it has one.
     """
     images = _Images(model, prompts, tokens, generator=generator)
@@ -138,7 +139,8 @@ class _Images:
         positions = torch.arange(target.image_tokens, device=target.device)
         # int64 [image_tokens]: the forced token of each position, or -1
         self.forced_tokens = target.forced_tokens(positions)
-        length = min(target.image_tokens, tokens or max(2 * target.line_length + 2, 32))
+        usual = max(target.coarse_tokens + 2 * target.line_length + 2, 32)
+        length = min(target.image_tokens, tokens or usual)
         # the tokens of both images, int64 [2, N]
         self.tokens = self.random_tokens(positions[:length].expand(2, -1))
         # the only node of a tree without drafts, [1, 1]
@@ -282,13 +284,14 @@ def _check_forced_tokens(images: _Images) -> Check:
     check = "forced tokens"
     height, width = images.model.grid
     total = images.target.image_tokens
-    expected = total - height * width
+    coarse = images.target.coarse_tokens
+    expected = total - coarse - height * width
     count = int((images.forced_tokens >= 0).sum())
     if count != expected:
         return Check(
             check,
             "fail",
-            about=f"an image has {total} tokens and {height}x{width} codes, "
+            about=f"an image has {total - coarse} tokens and {height}x{width} codes, "
             f"but {count} forced tokens",
         )
     if not expected:
@@ -310,6 +313,8 @@ def _check_forced_tokens(images: _Images) -> Check:
 def _check_guidance(images: _Images, tolerance: float) -> Check:
     """Check that the prompt moves the conditional row, and that neither row needs the other."""
     check = "guidance"
+    if not images.model.guided:
+        return Check(check, "none", about="the model was trained without guidance")
     if any(len(rows) == 1 for rows in images.chains):
         return Check(check, "fail", about="a guided session gives no logits without the prompt")
     moved = list(_moved_by_prompt(images))
@@ -364,6 +369,8 @@ def _check_codebook(images: _Images) -> Check:
             "fail",
             about=f"{len(codes)} rows, and {images.target.n_codes} tokens can be chosen",
         )
+    if isinstance(images.model.pixels, CodeMap):
+        return Check(check, "none", about="no decoder here makes pixels of the codes")
     if len(codes) < _FEWEST_CODES:
         return Check(check, "none", about=f"{len(codes)} codes are too few to compare")
     chosen = torch.randperm(len(codes), generator=images.generator)[:_PICTURES]

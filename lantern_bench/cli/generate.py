@@ -142,7 +142,10 @@ def generate(
         ],
         title=prompt,
     )
-    console.say(f"picture: {out}")
+    shown = "picture"
+    if described.draws_maps:
+        shown = "map of codes, because no decoder here makes pixels"
+    console.say(f"{shown}: {out}")
     return None
 
 

@@ -155,6 +155,8 @@ class Target:
     image_tokens: int
     # tokens of one row of the picture, forced ones included; 0: the tokens do not form rows
     line_length: int = 0
+    # tokens of a coarser grid, which come before those of the picture
+    coarse_tokens: int = 0
     device: torch.device
 
     def session(self, batch: int, *, guided: bool, nodes: int) -> TargetSession:

@@ -33,7 +33,12 @@ from lantern_bench.metrics.fidelity import (
 )
 from lantern_bench.metrics.protocols import Protocol, default_protocol, protocol_of
 from lantern_bench.metrics.token_sums import finished_by_cell, score_tokens
-from lantern_bench.storage.run_directory import read_manifest, read_records, read_scores
+from lantern_bench.storage.run_directory import (
+    no_pixels,
+    read_manifest,
+    read_records,
+    read_scores,
+)
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import CELL_NAMES, SCHEMA_VERSION, Row
 from lantern_bench.utils.errors import RefusedError
@@ -124,7 +129,14 @@ def score_run_directory(
         UserError: The protocol is unknown, or the reference cannot be used.
         RefusedError: Weights are missing, the run is in use, or it has no images.
     """
-    recorded = read_manifest(folder).get("experiment", {})
+    manifest = read_manifest(folder)
+    without_pixels = no_pixels(manifest)
+    if without_pixels is not None:
+        raise RefusedError(
+            f"{folder}: {without_pixels}",
+            "The sweep scores tokens: repeat its command if quality.csv lacks their distance.",
+        )
+    recorded = manifest.get("experiment", {})
     images = [row["image"] for row in read_records(folder) if row["image"]]
     if images and not any((folder / image).is_file() for image in images):
         raise RefusedError(

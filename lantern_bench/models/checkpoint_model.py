@@ -52,13 +52,16 @@ class FamilySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: str  # name of the models in errors
     marker: str  # suffix of a tensor name present in every checkpoint
     ignored: str  # regular expression; matches tensors of the target that no picture needs
-    vq_layout: str  # layout of the tokenizer's file: a key of `LAYOUTS`
     models: dict[str, ModelSpec]
+    # layout of the tokenizer's file: a key of `LAYOUTS`; None: no tokenizer here draws its tokens
+    vq_layout: str | None = None
+    codebook: str | None = None  # tensor of the codebook in a target without such a tokenizer
     config: dict[str, Any] = {}
     defaults: dict[str, Any] = {}  # as in `Model`
     pixels: int = 16  # height and width of a code in the picture
     # The space in which published neighbour tables measure distances.
     neighbour_space: Literal["raw", "normalised"] = "raw"
+    guided: bool = True  # as in `Model`
     has_drafter: bool = False  # whether a model with random weights gets a drafter
 
 
@@ -94,6 +97,8 @@ class CheckpointModel(Model):
         self.licence = self.family_spec.licence
         self.ignored = self.family_spec.ignored
         self.defaults = self.family_spec.defaults
+        self.guided = self.family_spec.guided
+        self.draws_maps = self.family_spec.vq_layout is None
         self.spec = spec
         self.paths = paths
         self.file: ModelFile | None = None
@@ -101,6 +106,8 @@ class CheckpointModel(Model):
         if spec.grid is not None and spec.parameters is not None:
             height, width = (self.family_spec.pixels * side for side in spec.grid)
             self.description += f", {height}x{width} px, {spec.parameters / 1e6:,.0f}M parameters"
+        if self.draws_maps:
+            self.description += ", tokens only"
         self.aliases = spec.aliases
         self.parameters = spec.parameters
         self.remarks: list[str] = []  # what the user should know of its config and files
@@ -260,7 +267,8 @@ class CheckpointModel(Model):
         published = [hub.PARTS.get(name, {}) for name in self.family_spec.models]
         # Where the published parts are one, the target's checkpoint holds the tokenizer.
         is_apart = any(parts.get("tokenizer") != parts.get("target") for parts in published)
-        return NO_TOKENIZER if self.paths and is_apart and "tokenizer" not in self.paths else ""
+        lacks_tokenizer = self.paths and is_apart and "tokenizer" not in self.paths
+        return NO_TOKENIZER if lacks_tokenizer and not self.draws_maps else ""
 
     def open_part(self, part: str) -> Checkpoint:
         """Open the target's or the tokenizer's checkpoint, the entry that the model file names."""
@@ -403,8 +411,8 @@ class CheckpointModel(Model):
         entries = {part: self.stated(part, "weights") for part in paths}
         sizes += "".join(f" {part} {entry}" for part, entry in entries.items() if entry)
         hashes = {"target": hash_of(files), "sizes": hashlib.sha256(sizes.encode()).hexdigest()}
-        layout = LAYOUTS[self.family_spec.vq_layout]
-        if "tokenizer" in paths or layout.inside:
+        layout = LAYOUTS.get(self.family_spec.vq_layout or "")
+        if layout is not None and ("tokenizer" in paths or layout.inside):
             checkpoint = self.open_part("tokenizer")
             tokenizer = load_vq(checkpoint, layout, device)
             self.remarks += checkpoint.remarks
@@ -420,6 +428,11 @@ class CheckpointModel(Model):
             weights=hashes,
             space=self.family_spec.neighbour_space,
         )
+        if self.family_spec.codebook is not None:
+            checkpoint = self.open_part("target")
+            checkpoint.require(self.family_spec.codebook, self.family_spec.kind)
+            model.show_codes(checkpoint[self.family_spec.codebook].to(device).float())
+        model.guided = self.guided
         model.remarks = tuple(dict.fromkeys(self.remarks))
         if "drafter" in paths:
             give_drafter(model, self)
@@ -440,12 +453,15 @@ class CheckpointModel(Model):
             drafter = None
             if self.family_spec.has_drafter:
                 drafter = published_drafter(target.config, target)
-            return assemble(
+            model = assemble(
                 self.name,
                 target=target,
                 drafter=drafter,
-                tokenizer=new_vq(VQConfig(**self.spec.vq)),
+                tokenizer=None if self.draws_maps else new_vq(VQConfig(**self.spec.vq)),
                 prompts=self.random_prompts(),
                 weights={},
                 space=self.family_spec.neighbour_space,
             )
+            if self.draws_maps:
+                model.show_codes(None)
+            return model

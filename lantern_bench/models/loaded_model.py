@@ -25,6 +25,10 @@ from lantern_bench.models.networks.target import (
 from lantern_bench.models.networks.vq import VQModel
 from lantern_bench.utils.errors import RefusedError, UserError
 
+_CELL = 8  # pixels of a side of a cell in a map of codes
+# Added to red, green and blue from a code to the next; successive codes get unlike colours.
+_COLOUR_STEPS = (73, 151, 199)
+
 
 def to_bytes(pixels: Tensor) -> Tensor:
     """Convert pixels [B, H, W, 3] from -1 to 1, of any type, to uint8 on the CPU."""
@@ -66,6 +70,21 @@ class VQPixels:
 
 
 @dataclass
+class CodeMap:
+    """A map of the codes, for a model whose tokens no decoder here turns into pictures."""
+
+    grid: tuple[int, int]  # rows and columns of codes
+    skipped: int  # tokens before the grid
+
+    def pixels(self, tokens: Tensor) -> Tensor:
+        """Draw tokens int [B, N] as cells with a colour for each code, in the form of pixels."""
+        codes = tokens[:, self.skipped :].unflatten(1, self.grid).cpu().long()
+        colours = codes[..., None] * torch.tensor(_COLOUR_STEPS) % 256
+        cells = colours.repeat_interleave(_CELL, dim=1).repeat_interleave(_CELL, dim=2)
+        return cells.to(torch.uint8)
+
+
+@dataclass
 class LoadedModel:
     """A target, its drafter, and what turns prompts into conditions and tokens into pictures."""
 
@@ -90,6 +109,7 @@ class LoadedModel:
     # that predict the tokens, with and without the prompt, by other code than the sessions use.
     reference: Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None = None
     remarks: Sequence[str] = ()  # what the user should know of its files
+    guided: bool = True  # as in `Model`
     compiles: bool = True  # whether the target's code can be compiled
     why_no_pixels: str = NO_TOKENIZER  # if `pixels` is None
     # runs the steps, uncompiled by default
@@ -104,6 +124,11 @@ class LoadedModel:
         if self.pixels is None:
             raise no_picture(self.name, self.why_no_pixels)
         return self.pixels
+
+    def show_codes(self, codebook: Tensor | None) -> None:
+        """Draw maps of the codes, and find near codes in `codebook` [codes, d]."""
+        self.pixels = CodeMap(self.grid, self.target.coarse_tokens)
+        self.codebook = codebook
 
     def draw(self, tokens: Tensor) -> Tensor:
         """Decode tokens int [B, N] to uint8 RGB [B, H, W, 3]. Raises as `pixel_decoder`."""

@@ -43,6 +43,9 @@ class Model(ABC):
     codes: int | None = None  # number of image codes; None: known when the model is loaded
     tokens: int | None = None  # tokens of one picture, forced ones included
     parameters: int | None = None  # of the target
+    guided: bool = True  # whether it was trained for guidance
+    # Whether its pictures are maps of the tokens, because no decoder here turns them into pixels.
+    draws_maps: bool = False
     classes: int | None = None  # for a model that takes classes and no captions
     sizes: TransformerConfig | None = None  # of the target, if it is this package's transformer
     file: Any = None  # the model file that describes it

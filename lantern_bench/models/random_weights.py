@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lantern_bench.devices.machine import check_free
-from lantern_bench.models.loaded_model import LoadedModel, VQPixels, assemble
+from lantern_bench.models.loaded_model import CodeMap, LoadedModel, VQPixels, assemble
 from lantern_bench.models.networks.eagle import published_drafter
 from lantern_bench.models.networks.target import (
     ClassLabel,
@@ -91,7 +91,13 @@ def random_model(
     _fill_at_random(model, device, dtype, generator=generator)
     if isinstance(model.pixels, VQPixels):
         model.codebook = model.pixels.model.codebook()
+    if isinstance(model.pixels, CodeMap):
+        model.codebook = _random_codebook(model.target.n_codes, generator)
     return model
+
+
+def _random_codebook(codes: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(codes, 8, generator=generator, device=generator.device)
 
 
 def _modules(model: LoadedModel, dtype: torch.dtype) -> list[tuple[Size, nn.Module]]:
@@ -204,5 +210,5 @@ def random_model_of_size(
         weights={},
     )
     _fill_at_random(model, device, dtype, generator=generator)
-    model.codebook = torch.randn(config.vocab_size, 8, generator=generator, device=device)
+    model.codebook = _random_codebook(config.vocab_size, generator)
     return model

@@ -15,6 +15,7 @@ from lantern_bench.methods.plugins import find_rows
 from lantern_bench.models.checkpoint_model import CheckpointModel
 from lantern_bench.models.families.chameleon import Chameleon, Lumina, Lumina2
 from lantern_bench.models.families.emu3 import Emu3
+from lantern_bench.models.families.glm_image import GlmImage
 from lantern_bench.models.families.janus import Janus
 from lantern_bench.models.families.lanterns.family import Lanterns
 from lantern_bench.models.families.llamagen import ClassToImage, TextToImage
@@ -38,6 +39,7 @@ _FAMILIES: tuple[type[CheckpointModel], ...] = (
     Lumina,
     Emu3,
     Janus,
+    GlmImage,
     ClassToImage,
     TextToImage,
     Lumina2,
@@ -154,7 +156,10 @@ class _WithDrafter(Model):
 
     def __init__(self, file: ExternalDrafter) -> None:
         model = model_of(file.model)
-        same = "family licence prompt_sets defaults sizes ignored codes tokens parameters classes"
+        same = (
+            "family licence prompt_sets defaults sizes ignored codes tokens parameters classes "
+            "guided draws_maps"
+        )
         for field in same.split():
             setattr(self, field, getattr(model, field))
         self.file = file

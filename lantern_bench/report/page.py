@@ -62,7 +62,12 @@ from lantern_bench.report.format_tables import (
 )
 from lantern_bench.report.verdict import hardware, verdicts
 from lantern_bench.storage.records import rows_of
-from lantern_bench.storage.run_directory import PICTURES_LEFT_OUT, RunData, load_runs
+from lantern_bench.storage.run_directory import (
+    PICTURES_LEFT_OUT,
+    RunData,
+    load_runs,
+    no_pixels,
+)
 from lantern_bench.storage.schema import ENDS, columns, frame, typed
 from lantern_bench.utils.files import write_file
 
@@ -131,10 +136,13 @@ def _json(value: Any, **_: Any) -> str:
 
 
 def _warnings(runs: Mapping[str, RunData]) -> Iterator[str]:
-    """Yield a sentence for each incomplete run."""
+    """Yield a sentence for each run that is incomplete or shows no pixels."""
     for name, run in runs.items():
         if run.incomplete:
             yield f"{name}: {run.incomplete}"
+        without_pixels = no_pixels(run.manifest)
+        if without_pixels is not None:
+            yield f"{name}: {without_pixels}"
 
 
 # ---- The cells and their curves

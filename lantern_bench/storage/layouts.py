@@ -16,7 +16,7 @@ from typing import Any
 
 from lantern_bench.storage.pictures import read_rgb
 from lantern_bench.storage.records import rows_of
-from lantern_bench.storage.run_directory import load_runs
+from lantern_bench.storage.run_directory import load_runs, no_pixels
 from lantern_bench.storage.schema import Row
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import check_writable, write_file
@@ -120,6 +120,9 @@ def export_run(folder: Path, out: Path, layout: str) -> int:
     (run,) = load_runs([folder]).values()
     if run.incomplete:
         raise RefusedError(f"{folder}: {run.incomplete}", "Scorers do not see what is missing.")
+    without_pixels = no_pixels(run.manifest)
+    if without_pixels is not None:
+        raise RefusedError(f"{folder}: {without_pixels}", "Scorers need pictures.")
     cells = prompts_by_cell(rows_of(run.records))
     count = pictures_per_prompt(cells)
 

@@ -23,6 +23,7 @@ from lantern_bench.storage.records import read_frame, read_rows, rows_of
 from lantern_bench.storage.schema import SCHEMA_VERSION, Row
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import fingerprint, path_of_variable
+from lantern_bench.utils.text import listed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,6 +34,8 @@ SCORES = "scores.jsonl"
 MERGING = ".merging"  # ends the name of a run that is being merged
 # in a manifest: true where a run was copied without them (scripts/commit_run.py)
 PICTURES_LEFT_OUT = "pictures_left_out"
+# in a manifest: the models whose pictures are maps of codes, which show no pixels
+MAPS_OF_CODES = "maps_of_codes"
 # columns of records that resuming and planning need
 _SCANNED = ("cell_id", "prompt_id", "repeat", "seconds", "pixel_seconds", "disturbed")
 RESULTS_VARIABLE = "LANTERN_BENCH_RESULTS"
@@ -94,6 +97,14 @@ def planned_images(manifest: Mapping[str, Any]) -> int:
     batches = experiment.get("batch")
     sizes = len(batches) if isinstance(batches, list) else 1
     return int(images * experiment.get("repeats", 1) * len(experiment.get("cells", ())) * sizes)
+
+
+def no_pixels(manifest: Mapping[str, Any]) -> str | None:
+    """Say which pictures of a run are maps of codes; None if all show pixels."""
+    models = manifest.get(MAPS_OF_CODES)
+    if not models:
+        return None
+    return f"the pictures of {listed(models)} are maps of codes: no decoder here makes pixels"
 
 
 def _ends_within_a_line(path: Path) -> bool:

@@ -18,7 +18,8 @@ from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.models.checkpoints.hub import published_files
 from lantern_bench.models.load import load_to_decode
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.storage.run_directory import done_images
+from lantern_bench.models.registry import model_of
+from lantern_bench.storage.run_directory import MAPS_OF_CODES, done_images
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import SCHEMA_VERSION
 from lantern_bench.sweeps.choose_threads import choose_threads_for
@@ -77,6 +78,12 @@ def decode_missing(request: Request, emit: Emit) -> None:
             torch.set_num_threads(threads_before)
 
 
+def maps_entry(models: Sequence[str]) -> dict[str, list[str]]:
+    """Return the entry of a manifest for models whose pictures are maps of codes, if any."""
+    maps = [name for name in models if model_of(name).draws_maps]
+    return {MAPS_OF_CODES: maps} if maps else {}
+
+
 def begin_run(store: RunStore, request: Request, **entries: Any) -> None:
     """Write the entries of the request, and further `entries`, into the manifest."""
     commands = [*store.manifest.get("commands", []), request.command or "Python"]
@@ -87,6 +94,7 @@ def begin_run(store: RunStore, request: Request, **entries: Any) -> None:
         prompts=request.prompts,
         shard=request.shard,
         engine="local" if request.ray is None else "ray",
+        **maps_entry(request.experiment.settings.model),
         **entries,
     )
 

@@ -20,6 +20,7 @@ from lantern_bench.storage.run_directory import done_images, finished_records, r
 from lantern_bench.storage.run_store import check_folder
 from lantern_bench.sweeps.events import by_cell
 from lantern_bench.utils.errors import LanternError, RefusedError, UserError, joined
+from lantern_bench.utils.text import listed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -125,6 +126,8 @@ def prepare(  # noqa: PLR0913  # one keyword for each flag of a sweep
         settings = settings.model_copy(update={"prompts": next(iter(first.prompt_sets))})
         resolved = replace(resolved, settings=settings)
     check_cells(resolved.cells, models)
+    resolved = _without_quality_of_maps(resolved, models)
+    settings = resolved.settings
     if ray is not None and settings.device not in ("auto", "cpu", "cuda"):
         raise UserError(
             f"--device {settings.device}: with --ray, Ray gives each worker its device",
@@ -170,6 +173,26 @@ def prepare(  # noqa: PLR0913  # one keyword for each flag of a sweep
     )
 
 
+def _without_quality_of_maps(
+    experiment: ResolvedExperiment, models: Mapping[str, Model]
+) -> ResolvedExperiment:
+    """Leave quality out by default if pictures are maps of codes. Raise if it was asked for."""
+    maps = [name for name, model in models.items() if model.draws_maps]
+    settings = experiment.settings
+    if not maps or "quality" not in settings.metrics:
+        return experiment
+    problem = f"{listed(maps)}: no decoder here makes pixels of its tokens"
+    if "metrics" in settings.model_fields_set:
+        raise UserError(f"--metrics quality: {problem}", "Give --metrics speed,distance.")
+    metrics = tuple(metric for metric in settings.metrics if metric != "quality")
+    remark = f"{problem}: quality is measured as the distance, and pictures are maps of codes"
+    return replace(
+        experiment,
+        settings=settings.model_copy(update={"metrics": metrics}),
+        remarks=(*experiment.remarks, remark),
+    )
+
+
 def _lacking(
     experiment: ResolvedExperiment,
     models: Mapping[str, Model],
@@ -210,12 +233,19 @@ def check_cells(
         with_drafters: Whether a missing drafter is an error.
 
     Raises:
-        UserError: A size exceeds the image tokens or codes of its model.
+        UserError: A size exceeds the image tokens or codes of its model, or the model was
+            trained without guidance and the cell has it.
         RefusedError: A model lacks the drafter that its cell needs.
     """
     for cell in cells:
         model = models[cell.model]
         cell.decoding.check_sizes(cell.model, model.tokens, model.codes)
+        if cell.decoding.cfg_scale != 1 and not model.guided:
+            raise UserError(
+                f"--cfg-scale {cell.decoding.cfg_scale:g}: {cell.model} was trained without "
+                "guidance",
+                "Leave it out, or give 1.",
+            )
         needs_drafter = with_drafters and cell.decoding.drafting_row.needs_drafter
         if needs_drafter and model.lacks_drafter:
             raise missing_drafter(cell.decoding.mode)

@@ -26,7 +26,7 @@ from lantern_bench.prompts.sets import check_texts, prompt_facts, read_rows
 from lantern_bench.storage.pictures import png_bytes, tokens_sha256
 from lantern_bench.storage.run_directory import run_folder
 from lantern_bench.storage.run_store import RunStore
-from lantern_bench.sweeps.decode_missing import key_fields
+from lantern_bench.sweeps.decode_missing import key_fields, maps_entry
 from lantern_bench.utils.clock import stamp
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import check_writable
@@ -86,6 +86,7 @@ def score_token_file(
             commands=[command],
             prompts=prompt_facts(str(path), path, prompts),
             engine="other",
+            **maps_entry(settings.model),
         )
         for number, task in enumerate(plan.tasks):
             of_image = tokens[number]

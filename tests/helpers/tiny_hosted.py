@@ -266,6 +266,107 @@ def expect_emu3(
     return Expected(torch.stack(logits), tokens, to_bytes(picture.permute(1, 2, 0)))
 
 
+class GlmShape(NamedTuple):
+    """Sizes of a tiny GLM-Image; `sections` are the pairs that turn with grid, row and column."""
+
+    dim: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    ffn: int = 48
+    layers: int = 3
+    codes: int = 40
+    sections: tuple[int, int, int] = (2, 3, 3)
+    theta: float = 10000.0
+    grid: tuple[int, int] = (6, 5)
+
+
+def write_glm_image(folder: Path, shape: GlmShape, seed: int = 1) -> Any:
+    """A GLM-Image with its tokenizer, in the folders of the published repository.
+
+    Returns transformers' model.
+    """
+    from transformers import GlmImageConfig, GlmImageForConditionalGeneration
+
+    weights = folder / "vision_language_encoder"
+    weights.mkdir(parents=True)
+    (folder / "processor").mkdir()
+    names = [f"<|dit_token_{code}|>" for code in range(shape.codes)]
+    # The words that begin and end an image follow the codes, with spare rows of the head.
+    names += ["<|dit_token_16384|>", "<|dit_token_16385|>", *(f"<spare_{n}>" for n in range(6))]
+    names += ["<sop>", "<eop>", "<unk>", *"0123456789", *TEXT]
+    vocabulary = write_tokenizer(folder / "processor" / "tokenizer.json", names)
+    text = {
+        "vocab_size": len(names) + 3,
+        "vision_vocab_size": shape.codes + 8,
+        "hidden_size": shape.dim,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "pad_token_id": vocabulary["<unk>"],
+        "eos_token_id": shape.codes + 1,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": shape.theta,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": list(shape.sections),
+        },
+    }
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32}
+    vision |= {"image_size": 64, "patch_size": 16}
+    config = GlmImageConfig(
+        text_config=text,
+        vision_config=vision,
+        vq_config={"embed_dim": 12, "num_embeddings": shape.codes, "latent_channels": 16},
+        image_start_token_id=shape.codes,
+        image_end_token_id=shape.codes + 1,
+        image_token_id=vocabulary["<spare_0>"],
+    )
+    model = GlmImageForConditionalGeneration(config).eval()
+    draw_weights(model, seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj.bias"):
+            parameter.data.mul_(5)  # so that a missing bias shows
+    model.save_pretrained(weights)
+    rows, columns = shape.grid
+    target = "target: {checkpoint: vision_language_encoder}"
+    (folder / "model.yaml").write_text(f"family: glm-image\ngrid: [{rows}, {columns}]\n{target}\n")
+    return model
+
+
+@torch.no_grad()
+def generate_glm_image(
+    model: Any, prompts: Tensor, grids: tuple[tuple[int, int], ...], **options: Any
+) -> Any:
+    """What transformers generates behind prompts int64 [B, P].
+
+    `grids` are rows and columns of the coarse and the fine grid.
+    """
+    codes = model.config.vq_config.num_embeddings
+    model.model.rope_deltas = None  # of another prompt
+    last_first = [[1, *grid] for grid in reversed(grids)]
+    return model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        image_grid_thw=torch.tensor(last_first * len(prompts)),
+        images_per_sample=torch.full((len(prompts),), len(grids)),
+        max_new_tokens=sum(rows * columns for rows, columns in grids),
+        eos_token_id=None,
+        suppress_tokens=list(range(codes, codes + 8)),
+        return_dict_in_generate=True,
+        **options,
+    )
+
+
+def expect_glm_image(
+    model: Any, prompt: Tensor, grids: tuple[tuple[int, int], ...]
+) -> tuple[Tensor, Tensor]:
+    """Logits [N, codes] and greedy tokens [N] of transformers, one cached step after the other."""
+    made = generate_glm_image(model, prompt[None], grids, do_sample=False, output_logits=True)
+    codes = model.config.vq_config.num_embeddings
+    return torch.cat(made.logits)[:, :codes], made.sequences[0, len(prompt) :]
+
+
 def to_bytes(picture: Tensor) -> Tensor:
     """Pixels float in [-1, 1] -> uint8."""
     return ((picture.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)

@@ -50,11 +50,18 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str | None = None  # None: the folder with its JSON files and weights
     revision: str = "main"
     ending: str = "safetensors"  # of a folder's weights
+    folder: str = ""  # of the files; empty: the repository's own
+    beside: str = ""  # a further folder of JSON files
 
     @property
     def patterns(self) -> tuple[str, ...]:
         """Patterns of all files that are downloaded."""
-        return ("*.json", f"*.{self.ending}") if self.file is None else (self.file,)
+        if self.file is not None:
+            return (self.file,)
+        names = [f"{self.folder}/*.json", f"{self.folder}/*.{self.ending}"]
+        if self.beside:
+            names.append(f"{self.beside}/*.json")
+        return tuple(name.removeprefix("/") for name in names)
 
     def found_in(self, folder: Path) -> Path | None:
         """Return the file or folder of this part below the repository's folder.
@@ -62,7 +69,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         None if a file is missing.
         """
         if all(_complete(folder, pattern) for pattern in self.patterns):
-            return folder / (self.file or "")
+            return folder / (self.file or self.folder)
         return None
 
     def local_path(self, into: Path | None = None) -> Path | None:
@@ -169,7 +176,8 @@ def _complete(folder: Path, pattern: str) -> bool:
         os.listdir(folder)  # `glob` takes a folder that cannot be read for an empty one
     try:
         for index in folder.glob(f"{pattern}.index.json"):
-            return all((folder / shard).is_file() for shard in weight_map(index).values())
+            shards = weight_map(index).values()
+            return all((index.parent / shard).is_file() for shard in shards)
     except (OSError, UserError):
         return False
     # A link of the cache may point to a file that is gone.
@@ -249,7 +257,9 @@ def local_path(part: Part, into: Path | None = None) -> Path | None:
 
 def expected_path(part: Part) -> Path:
     """Return the file or folder of a part: where it is, or where a download puts it."""
-    download = (weights_folder() or _hub_cache()) / part[0].repo / (part[0].file or "")
+    first = part[0]
+    inside = first.file or first.folder
+    download = (weights_folder() or _hub_cache()) / first.repo / inside
     return local_path(part) or download
 
 
@@ -294,7 +304,8 @@ def local_paths(model: str, required: Iterable[str] = ("target", "tokenizer")) -
         )
     found = {name: local_path(part) for name, part in PARTS[model].items()}
     paths = {name: path for name, path in found.items() if path is not None}
-    missing = {name: PARTS[model][name][0].repo for name in required if name not in paths}
+    lacking = [name for name in required if name in PARTS[model] and name not in paths]
+    missing = {name: PARTS[model][name][0].repo for name in lacking}
     if missing:
         parts = listed([name.replace("_", " ") for name in missing])
         repos = listed(list(dict.fromkeys(missing.values())))

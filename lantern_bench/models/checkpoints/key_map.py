@@ -203,16 +203,20 @@ _INSIDE_LAYERS = {
 
 
 def llama_key_map(
-    module: nn.Module, config: TransformerConfig, renamed: Mapping[str, str] = LLAMA
+    module: nn.Module,
+    config: TransformerConfig,
+    renamed: Mapping[str, str] = LLAMA,
+    turned: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, tuple[Slice, ...]]:
     """Return the key map to the names of transformers' Llama.
 
-    Query, key and value are three matrices there and one matrix here, with rows in the same order.
+    Query, key and value are three matrices there and one matrix here.
 
     Args:
         module: A `TransformerTarget` or a drafter.
         config: Sizes of the module.
         renamed: Parts of names, and what replaces them in this order.
+        turned: Reorders the rows of queries and keys, if their heads rotate other pairs there.
     """
 
     def rename(name: str) -> str:
@@ -222,12 +226,14 @@ def llama_key_map(
 
     kv_rows = (config.kv_heads or config.heads) * config.head_dim
     rows = {"q": config.heads * config.head_dim, "k": kv_rows, "v": kv_rows}
+    prepare = {"q": turned, "k": turned, "v": None}
     key_map = same_names(module, rename)
     for name in key_map:
-        layer, mixed, _ = rename(name).partition("attention.wqkv.weight")
+        layer, mixed, part = rename(name).partition("attention.wqkv.")
         if mixed:
             key_map[name] = tuple(
-                Slice(f"{layer}self_attn.{letter}_proj.weight", rows[letter]) for letter in "qkv"
+                Slice(f"{layer}self_attn.{letter}_proj.{part}", rows[letter], prepare[letter])
+                for letter in "qkv"
             )
     return key_map
 

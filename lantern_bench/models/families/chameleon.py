@@ -39,7 +39,12 @@ class Chameleon(WordModel):
     def read_sizes(self) -> TransformerConfig:
         """Return the sizes of config.json. The number of codes follows from the vocabulary."""
         check_options(self.config, _ONLY, self.error_at)
-        return self.llama_config("", qk_norm=True, norm_after=bool(self.config.get("swin_norm")))
+        return self.llama_config(
+            "",
+            read=("swin_norm",),
+            qk_norm=True,
+            norm_after=bool(self.config.get("swin_norm")),
+        )
 
     def image_words(self) -> Sequence[int]:
         """Return the words `IMGIMG<digits as letters A to J>Z`, then the end of a row if used."""

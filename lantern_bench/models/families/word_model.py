@@ -123,17 +123,22 @@ class WordModel(CheckpointModel):
     # ---- What a config.json states
 
     def section(self, key: str) -> Mapping[str, Any]:
-        """Return a section of config.json. The key "" returns the whole file."""
-        section = self.config.get(key, {}) if key else self.config
-        if not isinstance(section, Mapping):
-            raise self.error_at(key, "must be a mapping")
+        """Return a section of config.json by its dotted key. The key "" returns the whole file."""
+        section = self.config
+        for name in key.split(".") if key else ():
+            section = section.get(name, {})
+            if not isinstance(section, Mapping):
+                raise self.error_at(key, "must be a mapping")
         return section
 
-    def llama_config(self, section: str, **fields: Any) -> TransformerConfig:
+    def llama_config(
+        self, section: str, *, read: Sequence[str] = (), **fields: Any
+    ) -> TransformerConfig:
         """Return the sizes that a section of config.json states.
 
         Args:
             section: As of `section`.
+            read: Keys beside those of a Llama that the family reads.
             fields: Fields of `TransformerConfig` that the family sets.
 
         Raises:
@@ -143,14 +148,13 @@ class WordModel(CheckpointModel):
         def error_at(key: str, text: str) -> UserError:
             return self.error_at(f"{section}.{key}" if section else key, text)
 
-        sizes = llama_sizes(self.section(section), error_at, read=("swin_norm",))
+        sizes = llama_sizes(self.section(section), error_at, read=read)
+        usual = {"grid": self.grid, "positions": "sequence", "pairs": "halves"}
         return TransformerConfig(
             vocab_size=len(self.token_ids),
             prefix=self.longest_prompt,
-            positions="sequence",
-            pairs="halves",
             line_ends=self.line_ends,
-            **{"grid": self.grid, **sizes, **fields},
+            **{**usual, **sizes, **fields},
         )
 
     def whole_number(self, key: str) -> int:

@@ -230,11 +230,16 @@ def prefix_mask(valid: Tensor, length: int) -> Tensor:
     return mask.masked_fill_(~allowed, -torch.inf)[:, None]
 
 
-def padding_of(visible: Tensor, config: TransformerConfig) -> Tensor:
-    """Return the number of positions that padding takes from the count of each row, [rows, 1]."""
-    if config.positions == "grid":
-        return torch.zeros(len(visible), 1, dtype=torch.int64, device=visible.device)
-    return (~visible).sum(dim=1, keepdim=True)
+def uncounted_of(visible: Tensor, config: TransformerConfig) -> Tensor:
+    """Return how many positions of a row its rotary positions do not count, int64 [rows, 1].
+
+    A sequence does not count padding. The rotary table of three axes ends the prefix at
+    `config.prefix`, so a shorter prefix starts late in it: it counts more positions than it has.
+    """
+    if config.positions == "sequence":
+        return (~visible).sum(dim=1, keepdim=True)
+    uncounted = torch.zeros(len(visible), 1, dtype=torch.int64, device=visible.device)
+    return uncounted if config.positions == "grid" else uncounted + visible.shape[1] - config.prefix
 
 
 def positions_of(valid: Tensor, length: int, config: TransformerConfig) -> Tensor:
@@ -246,10 +251,9 @@ def positions_of(valid: Tensor, length: int, config: TransformerConfig) -> Tenso
         config: Sizes of the target.
 
     Returns:
-        Positions int64 [B, n]. A model with positions in sequence counts them from the end of the
-        padding.
+        Positions int64 [B, n], without those that `uncounted_of` takes away.
     """
-    return (torch.arange(length, device=valid.device) - padding_of(valid, config)).clamp_min(0)
+    return (torch.arange(length, device=valid.device) - uncounted_of(valid, config)).clamp_min(0)
 
 
 # ---- Sessions
@@ -282,7 +286,7 @@ class CachedSession:
             device=model.device,
         )
         self._prefix = torch.zeros((), dtype=torch.int64, device=model.device)
-        self._padding = torch.zeros_like(self.cache.rows)
+        self._uncounted = torch.zeros_like(self.cache.rows)
 
     def clear(self) -> None:
         """Fill the cache with zeros."""
@@ -293,13 +297,13 @@ class CachedSession:
         visible = visible_rows(condition.valid.to(self.cache.rows.device), self.cache.groups)
         self.cache.lengths.zero_()
         self._prefix.fill_(prefix)
-        self._padding.copy_(padding_of(visible, self._config))
+        self._uncounted.copy_(uncounted_of(visible, self._config))
         return visible
 
     def _rotary_positions(self, positions: Tensor) -> Tensor:
         """Return the rows of the rotary table for positions [B, n] in the cache."""
-        if self._config.positions == "sequence":
-            return (self.cache.per_row(positions) - self._padding).clamp_min(0)
+        if self._config.positions != "grid":
+            return (self.cache.per_row(positions) - self._uncounted).clamp_min(0)
         return positions if self.cache.batch == 1 else self.cache.per_row(positions)
 
     def _split(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -414,7 +418,9 @@ class CachedTarget(CachedModel, Target):  # type: ignore[override]  # others ass
         self.vocab_size = config.vocab_size
         self.image_tokens = config.image_tokens
         self.n_codes = config.n_codes
-        self.line_length = config.line_length
+        # Rows of two grids are not equally long.
+        self.line_length = 0 if config.coarse_grid else config.line_length
+        self.coarse_tokens = config.coarse_tokens
         self.drafter_config = config  # the sizes that a drafter takes from this target
 
     def forced_tokens(self, positions: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ section 2.2) and the other families differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -28,11 +28,14 @@ def rotary_turns(config: TransformerConfig) -> Tensor:
     """Return the rotary table of prefix, image and margin.
 
     On a grid the first half of the pairs rotates with the row, the second half with the column. The
-    first image token is cell (0, 0). Otherwise all pairs rotate with the position.
+    first image token is cell (0, 0). In a sequence all pairs rotate with the position. With three
+    axes a part of the pairs rotates with each axis, and the rest does not rotate.
 
     Returns:
         Cosines and sines [positions, head_dim / 2, 2].
     """
+    if config.positions == "axes":
+        return _axis_turns(config)
     is_grid = config.positions == "grid"
     counts = config.grid if is_grid else [config.prefix + config.image_tokens + _MARGIN]
     width = config.head_dim // len(counts)
@@ -46,6 +49,33 @@ def rotary_turns(config: TransformerConfig) -> Tensor:
     if config.prefix_rotary == "identity":
         prefix[..., 0] = 1.0
     return torch.cat([prefix, turns, turns.new_zeros(_MARGIN, *turns.shape[1:])])
+
+
+def axis_positions(grids: Sequence[tuple[int, int]], prefix: int) -> Tensor:
+    """Return the positions on three axes of prefix, grids and margin, [positions, 3].
+
+    The first image token is at (0, 0, 0), and the prefix has negative positions, the same on all
+    axes. A cell of a grid is at (s, s + row, s + column), where s is the first position of the
+    grid. The next grid starts behind the longer side.
+    """
+    words = torch.arange(-prefix, 0)
+    positions = [words[:, None].expand(-1, 3)]
+    start = 0
+    for rows, columns in grids:
+        cells = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+        positions.append(start + functional.pad(cells, (1, 0)))
+        start += max(rows, columns)
+    positions.append(torch.full((_MARGIN, 3), start))
+    return torch.cat(positions)
+
+
+def _axis_turns(config: TransformerConfig) -> Tensor:
+    pairs = torch.arange(sum(config.axis_pairs), dtype=torch.float32)
+    frequency = 1.0 / config.rope_base ** (pairs / len(pairs))
+    axis = torch.arange(3).repeat_interleave(torch.tensor(config.axis_pairs))
+    angles = axis_positions(config.grids, config.prefix)[:, axis] * frequency
+    angles = functional.pad(angles, (0, config.head_dim // 2 - len(pairs)))
+    return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
 
 def rotary_table(config: TransformerConfig) -> Tensor:
@@ -210,7 +240,7 @@ class _Attention(nn.Module):
         self.q_norm = _HeadNorm(self.heads, self.head_dim) if config.qk_norm else None
         self.k_norm = _HeadNorm(self.kv_heads, self.head_dim) if config.qk_norm else None
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.wqkv = nn.Linear(config.dim, width, bias=False)
+        self.wqkv = nn.Linear(config.dim, width, bias=config.qkv_bias)
         self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
@@ -275,6 +305,11 @@ class Block(nn.Module):
         self.attention = _Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
+        self.attention_output_norm: nn.Module = nn.Identity()
+        self.ffn_output_norm: nn.Module = nn.Identity()
+        if config.norm_both:
+            self.attention_output_norm = nn.RMSNorm(config.dim, config.norm_eps)
+            self.ffn_output_norm = nn.RMSNorm(config.dim, config.norm_eps)
 
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
         """Apply the layer.
@@ -290,8 +325,9 @@ class Block(nn.Module):
         if self.norm_after:
             x = x + self.attention_norm(self.attention(x, rotary, attend))
             return x + self.ffn_norm(self.feed_forward(x))
-        x = x + self.attention(self.attention_norm(x), rotary, attend)
-        return x + self.feed_forward(self.ffn_norm(x))
+        attended = self.attention(self.attention_norm(x), rotary, attend)
+        x = x + self.attention_output_norm(attended)
+        return x + self.ffn_output_norm(self.feed_forward(self.ffn_norm(x)))
 
 
 class TokenEmbedding(nn.Embedding):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -33,13 +34,20 @@ class TransformerConfig:
     rope_base: float = 10000.0
     # The rotary embedding of a grid multiplies the prefix by 0 (LlamaGen) or leaves it as it is.
     prefix_rotary: Literal["zero", "identity"] = "zero"
-    # Rotation by row and column, or by the position after the padding.
-    positions: Literal["grid", "sequence"] = "grid"
+    # Rotation by row and column, by the position after the padding, or by three axes: the first
+    # position of a grid, the row and the column (GLM-Image).
+    positions: Literal["grid", "sequence", "axes"] = "grid"
+    axis_pairs: tuple[int, int, int] = (0, 0, 0)  # pairs that rotate with each of the three axes
+    # Rows and columns of a coarser grid of codes, which comes before `grid` (GLM-Image).
+    coarse_grid: tuple[int, int] | None = None
     # Which numbers rotate together: (2i, 2i + 1) or (i, i + head_dim / 2).
     pairs: Literal["interleaved", "halves"] = "interleaved"
+    qkv_bias: bool = False  # queries, keys and values have biases
     qk_norm: bool = False  # LayerNorm of each head's queries and keys before rotation (Chameleon)
     # Norms come after attention and feed-forward, not before (Chameleon's `swin_norm`).
     norm_after: bool = False
+    # Norms come before and after them (GLM-Image).
+    norm_both: bool = False
     # A layer with a GELU comes before the output head, and both have biases (Janus).
     head_layer: bool = False
     # If the image tokens are part of a larger vocabulary: the size of that vocabulary, and the
@@ -64,9 +72,19 @@ class TransformerConfig:
         return self.text_vocab_size or self.vocab_size
 
     @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of all grids of one picture, in the order of decoding."""
+        return (self.grid,) if self.coarse_grid is None else (self.coarse_grid, self.grid)
+
+    @property
+    def coarse_tokens(self) -> int:
+        """Tokens of the coarse grid."""
+        return 0 if self.coarse_grid is None else math.prod(self.coarse_grid)
+
+    @property
     def image_tokens(self) -> int:
-        """Tokens of one picture, forced ones included."""
-        return self.grid[0] * self.line_length
+        """Tokens of one picture, those of a coarse grid and forced ones included."""
+        return self.coarse_tokens + self.grid[0] * self.line_length
 
     @property
     def line_length(self) -> int:
@@ -75,7 +93,7 @@ class TransformerConfig:
 
 
 # Keys of the numbers that need not be whole.
-_FRACTIONS = ("rms_norm_eps", "rope_theta", "ffn_dim_multiplier")
+_FRACTIONS = ("rms_norm_eps", "rope_theta", "ffn_dim_multiplier", "partial_rotary_factor")
 
 
 def read_number(key: str, value: Any, error_at: MakeError) -> Any:
@@ -223,12 +241,13 @@ def llama_sizes(
         config: The content of a config.json.
         error_at: Makes the error that is raised for an impossible or unsupported value.
         positions: As in `TransformerConfig`.
-        read: Other keys that the caller reads.
+        read: Other keys that the caller reads, also inside the rotary parameters.
 
     Returns:
         The stated fields of `TransformerConfig`.
     """
-    check_options(config, _LLAMA_ONLY, error_at)
+    options = {key: allowed for key, allowed in _LLAMA_ONLY.items() if key not in read}
+    check_options(config, options, error_at)
     ropes = ("rope_scaling", "rope_parameters")
     for key in ropes:
         scaling = config.get(key) or {}
@@ -241,7 +260,13 @@ def llama_sizes(
                 f"is of the type {kind}, and only rotary positions without scaling are supported",
             )
 
-        _check_unread(scaling, error_at, _ROPE_READ, section=f"{key}.", changes=re.compile(""))
+        _check_unread(
+            scaling,
+            error_at,
+            (*_ROPE_READ, *read),
+            section=f"{key}.",
+            changes=re.compile(""),
+        )
 
     rope = config.get("rope_parameters") or {}
     stated = {"rope_theta": rope.get("rope_theta"), **config}

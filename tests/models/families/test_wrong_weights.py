@@ -327,6 +327,8 @@ def test_heads_of_other_methods_are_named(
 def test_where_a_tokenizer_lies_is_known_before_it_is_read() -> None:
     """A model file may leave the tokenizer out only where the target's file holds it."""
     for family, row in FAMILIES.items():
+        if row.vq_layout is None:
+            continue  # it has none
         published = [hub.PARTS.get(name, {}) for name in row.models]
         is_apart = any(parts.get("tokenizer") != parts.get("target") for parts in published)
         assert is_apart != bool(LAYOUTS[row.vq_layout].inside), family
