@@ -182,6 +182,10 @@ class Target:
         """Return the forced tokens at `positions` int64 [...], -1 where no token is forced."""
         return torch.full_like(positions, -1)
 
+    def sources(self, positions: Tensor) -> Tensor:
+        """Return the positions of the coarse tokens that cover `positions` int64 [...], else -1."""
+        return torch.full_like(positions, -1)
+
     def logits_without_cache(self, condition: Any, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the logits of `score` from one forward without a cache, for `check-model`.
 

@@ -105,12 +105,15 @@ class JacobiDrafting(DraftMethod):
             raise RefusedError(
                 "initial above: this model does not say how long a row of its grid is", "Use left."
             )
+        if self._initial == "copy" and not target.coarse_tokens:
+            raise RefusedError("initial copy: this model decodes no coarse grid first", "Use row.")
         self.depth = window
         # Gumbel coupling needs noise only for fresh drafts, which the host does not know.
         self.noises = 0 if decoding.greedy else window
         # the forced tokens at positions int64 [...], -1 where none is
         self._forced = target.forced_tokens
-        self._copies = self._initial in ("left", "above")
+        self._sources = target.sources
+        self._copies = self._initial in ("left", "above", "copy")
         self._has_certain = self._copies or target.n_codes < vocabulary
         self._codes = torch.arange(vocabulary, device=device)
         # 0 to W: positions relative to the root's
@@ -199,9 +202,9 @@ class JacobiDrafting(DraftMethod):
 
         # 1. Choose the rows: fresh drafts have none, and are drawn uniformly from the codes. With
         # `initial: row` they repeat the last row, unless it belongs to a forced token, because
-        # that token is impossible at other positions.
+        # that token is impossible at other positions. So do those that `copy` has no source for.
         is_uniform = fresh
-        if self._initial == "row":
+        if self._initial in ("row", "copy"):
             is_uniform = fresh & (self._forced(last) >= 0)
         q = torch.where(is_uniform.unsqueeze(2), self._uniform, self._q)
         drawn_from = q
@@ -261,14 +264,17 @@ class JacobiDrafting(DraftMethod):
             self._history.scatter_(1, self._position[:, None] - 1 + self._offsets, tokens)
 
     def _copied(self, *, root: Tensor, tokens: Tensor, position: Tensor, last: Tensor) -> Tensor:
-        """Return the tokens [B, W] of the nearest position to the left or above that is not fresh.
+        """Return the tokens [B, W] that fresh drafts copy.
 
-        They are -1 where there is no such position.
+        They are of the nearest position to the left or above that is not fresh, or of the coarse
+        grid. They are -1 where there is no such position.
         """
         self._write_history(torch.cat([root[:, None], tokens], dim=1))
         if self._initial == "left":
             is_forced = (self._forced(last) >= 0).long()
             source = (last - is_forced).expand_as(position)
+        elif self._initial == "copy":
+            source = self._sources(position)
         else:
             rows_up = (position - last + self._line_length - 1) // self._line_length
             source = position - rows_up * self._line_length

@@ -429,6 +429,17 @@ class CachedTarget(CachedModel, Target):  # type: ignore[override]  # others ass
             return torch.full_like(positions, -1)
         return torch.where((positions + 1) % self.line_length == 0, self.vocab_size - 1, -1)
 
+    def sources(self, positions: Tensor) -> Tensor:
+        """Return the positions of the coarse tokens that cover `positions` int64 [...], else -1."""
+        if self.config.coarse_grid is None:
+            return super().sources(positions)
+        rows, columns = self.config.grid
+        coarse_rows, coarse_columns = self.config.coarse_grid
+        cell = positions - self.coarse_tokens
+        row = (cell // columns).clamp_max(rows - 1) * coarse_rows // rows
+        column = cell % columns * coarse_columns // columns
+        return torch.where(cell >= 0, row * coarse_columns + column, -1)
+
     def prefix(self, condition: Condition, *, guided: bool) -> Tensor:
         """Return prefix embeddings [rows, P, dim], conditional rows first."""
         return self.cls_embedding.rows(condition.values.to(self.device), guided=guided)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lantern_bench.cli.main import main
 from lantern_bench.config.decoding import Decoding
@@ -21,7 +22,7 @@ from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.models.families import glm_image
 from lantern_bench.models.networks.transformer import rotary_table
 from lantern_bench.models.registry import model_of, models
-from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.errors import RefusedError, UserError
 from tests.helpers import tiny_hosted as tiny
 
 CAPTIONS = [
@@ -114,6 +115,9 @@ def test_agreement_with_transformers(name: str, tmp_path: Path) -> None:
     assert greedy(model, wanted.condition, mode="ar") == images
     assert greedy(model, wanted.condition, mode="sjd", window=7) == images
     assert greedy(model, wanted.condition, mode="sjd-pac", window=5) == images
+    for window in (4, 9, 20):
+        copied = {"mode": "sjd", "window": window, "initial": "copy"}
+        assert greedy(model, wanted.condition, **copied) == images
     worst = 0.0
     for caption, logits, image in zip(CAPTIONS, wanted.logits, images, strict=True):
         (alone,) = decode(
@@ -293,6 +297,8 @@ def test_other_families_refuse_partial_rotation(tmp_path: Path) -> None:
 LOSSLESS = """
   - {mode: sjd}
   - {mode: sjd, initial: uniform}
+  - {mode: sjd, initial: copy}
+  - {mode: scd, initial: copy}
   - {mode: scd}
   - {mode: block-scd}
   - {mode: sjd++}
@@ -355,3 +361,19 @@ def test_tokens_that_transformers_samples(
         (row,) = csv.DictReader(file)
     print(f"temperature {temperature}: p {row['distance_p']}, impossible {row['impossible']}")
     assert (float(row["distance_p"]) > 0.001) == is_lossless
+
+
+def test_fine_cells_copy_the_coarse_cells_that_cover_them(plain: Written) -> None:
+    """Against upsampling by the nearest cell; coarse cells have no source."""
+    target = plain.model.target
+    (rows, columns), fine = target.config.grids
+    coarse = torch.arange(rows * columns)
+    nearest = functional.interpolate(coarse.float().view(1, 1, rows, columns), fine)
+    wanted = torch.cat([torch.full_like(coarse, -1), nearest.flatten().long()])
+    assert target.sources(torch.arange(target.image_tokens)).equal(wanted)
+
+
+def test_copies_need_a_coarse_grid() -> None:
+    model = model_of("lanterns").load(torch.device("cpu"), torch.float32)
+    with pytest.raises(RefusedError, match="initial copy: this model decodes no coarse grid"):
+        greedy(model, model.condition(["a red lantern"]), mode="sjd", initial="copy")
