@@ -56,6 +56,8 @@ class HostedModel(ABC):
     grid: tuple[int, int]  # rows and columns of codes
     codes: int  # number of codes
     prefix: int = 256  # tokens of the longest prompt
+    # rows and columns of a coarser grid of codes, which comes before `grid`
+    coarse_grid: tuple[int, int] | None = None
     line_ends: bool = False  # a forced token, number `codes`, ends each row
     # Space of the nearest codes: "normalised" if the tokenizer scales its rows to unit length.
     neighbour_space: Space = "raw"
@@ -67,6 +69,16 @@ class HostedModel(ABC):
     @abstractmethod
     def prompts(self, caption: str) -> tuple[list[int], list[int]]:
         """Return the words of the prompt with a caption, and of the unconditional prompt."""
+
+    def positions(self, counted: Tensor, words: Tensor) -> Tensor:  # noqa: ARG002  # for subclasses
+        """Return the decoder's `position_ids`: [rows, n], or [axes, rows, n] for several axes.
+
+        Args:
+            counted: The number of each token, from the first word of its prompt, int64 [rows, n].
+                The image begins at the number `words`, and drafts may reach beyond its end.
+            words: Number of words of the prompt of each row, int64 [rows, 1].
+        """
+        return counted
 
     @abstractmethod
     def embed_words(self, words: Tensor) -> Tensor:
@@ -121,7 +133,7 @@ class _Decoder(nn.Module):
     ) -> Tensor:
         return self.decoder(
             inputs_embeds=x,
-            position_ids=positions.expand(len(x), -1),
+            position_ids=positions,
             attention_mask=mask,
             past_key_values=_SharedCache(cache, slots, mask.shape[-1]),
             use_cache=True,
@@ -166,6 +178,7 @@ class _HostedTarget(CachedTarget):
             ffn_dim=text_config.intermediate_size,
             prefix=hosted.prefix,
             grid=hosted.grid,
+            coarse_grid=hosted.coarse_grid,
             kv_heads=getattr(text_config, "num_key_value_heads", None),
             positions="sequence",
             line_ends=hosted.line_ends,
@@ -184,8 +197,11 @@ class _HostedTarget(CachedTarget):
             tokens = without_line_ends(tokens, self.config.grid)
         return to_bytes(self._hosted.pixels(tokens.long().to(self.device)))
 
+    def position_ids(self, counted: Tensor, words: Tensor) -> Tensor:
+        return self._hosted.positions(counted, words)
+
     def features_without_cache(self, condition: Condition, tokens: Tensor) -> Tensor:
-        # The decoder's own forward of each row, with its own mask and positions.
+        # The decoder's own forward of each row, with its own mask.
         prompts = prompt_rows(condition.values.to(self.device), 2)
         valid = prompt_rows(condition.valid.to(self.device), 2)
         drawn = self.transformer.tok_embeddings(tokens[:, :-1])
@@ -193,7 +209,13 @@ class _HostedTarget(CachedTarget):
         for row, prompt in enumerate(prompts):
             words = self._hosted.embed_words(prompt[valid[row]][None])
             x = torch.cat([words, drawn[row % len(drawn)][None]], dim=1)
-            features = self.transformer.decoder(inputs_embeds=x, use_cache=False).last_hidden_state
+            counted = torch.arange(x.shape[1], device=x.device)[None]
+            length = torch.full_like(counted[:, :1], words.shape[1])
+            features = self.transformer.decoder(
+                inputs_embeds=x,
+                position_ids=self._hosted.positions(counted, length),
+                use_cache=False,
+            ).last_hidden_state
             rows.append(features[:, words.shape[1] - 1 :])
         return torch.cat(rows)
 

@@ -66,7 +66,8 @@ def target_features(
 
     x = torch.cat([prefix, target.transformer.tok_embeddings(tokens[:, :-1])], dim=1)
     length = x.shape[1]
-    positions = positions_of(visible, length, target.config)
+    counted = positions_of(visible, length, target.config)
+    positions = target.position_ids(counted, visible.sum(dim=1, keepdim=True))
     hidden = target.transformer(x, prefix_mask(visible, length), positions)
     return TargetFeatures(tokens=tokens, hidden=hidden, valid=visible, prompts=prompts)
 

@@ -303,7 +303,8 @@ class CachedSession:
     def _rotary_positions(self, positions: Tensor) -> Tensor:
         """Return the rows of the rotary table for positions [B, n] in the cache."""
         if self._config.positions != "grid":
-            return (self.cache.per_row(positions) - self._uncounted).clamp_min(0)
+            counted = (self.cache.per_row(positions) - self._uncounted).clamp_min(0)
+            return self._model.position_ids(counted, self._prefix - self._uncounted)
         return positions if self.cache.batch == 1 else self.cache.per_row(positions)
 
     def _split(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -390,6 +391,15 @@ class CachedModel(nn.Module):
         if shape not in self._sessions:
             self._sessions[shape] = self.session_type(self, batch=batch, guided=guided, nodes=nodes)
         return self._sessions[shape]
+
+    def position_ids(self, counted: Tensor, words: Tensor) -> Tensor:  # noqa: ARG002  # for subclasses
+        """Return what the network takes as positions.
+
+        Args:
+            counted: Positions from the end of the padding, int64 [rows, n].
+            words: Number of words of the prompt of each row, int64 [rows, 1].
+        """
+        return counted
 
     @property
     def device(self) -> torch.device:

@@ -377,3 +377,24 @@ def test_copies_need_a_coarse_grid() -> None:
     model = model_of("lanterns").load(torch.device("cpu"), torch.float32)
     with pytest.raises(RefusedError, match="initial copy: this model decodes no coarse grid"):
         greedy(model, model.condition(["a red lantern"]), mode="sjd", initial="copy")
+
+
+def test_the_hosted_example_gives_positions_on_three_axes(plain: Written) -> None:
+    """Transformers' decoder in our loop, with its own positions."""
+    example = Path(__file__).parents[2] / "examples/hosted_glm_image/hosted_glm_image.py"
+    coarse, fine = plain.model.target.config.grids
+    code = example.read_text().replace("FINE = (32, 32)", f"FINE = {fine}")
+    (plain.folder / "hosted.py").write_text(code.replace("COARSE = (16, 16)", f"COARSE = {coarse}"))
+    file = plain.folder / "hosted.yaml"
+    file.write_text("python: hosted.py\ncheckpoint: .\n")
+    model: Any = model_of(str(file)).load(torch.device("cpu"), torch.float32)
+    assert model.condition(CAPTIONS).values.equal(plain.condition.values)
+
+    errors = plain.errors(model)
+    cond, _ = model.reference(plain.condition, plain.tokens)
+    fresh = float((cond - plain.logits).abs().max())
+    print(f"hosted: {errors.max():.1e}, without a cache {fresh:.1e}")
+    assert max(float(errors.max()), fresh) < 1e-4
+    images = plain.tokens.tolist()
+    assert greedy(model, plain.condition, mode="ar") == images
+    assert greedy(model, plain.condition, mode="sjd", window=7, initial="copy") == images
