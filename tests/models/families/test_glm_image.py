@@ -20,8 +20,10 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.models.families import glm_image
+from lantern_bench.models.loaded_model import CodeMap
 from lantern_bench.models.networks.transformer import rotary_table
 from lantern_bench.models.registry import model_of, models
+from lantern_bench.storage.pictures import png_bytes
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.helpers import tiny_hosted as tiny
 
@@ -398,3 +400,19 @@ def test_the_hosted_example_gives_positions_on_three_axes(plain: Written) -> Non
     images = plain.tokens.tolist()
     assert greedy(model, plain.condition, mode="ar") == images
     assert greedy(model, plain.condition, mode="sjd", window=7, initial="copy") == images
+
+
+def test_the_page_doubles_codes_as_the_diffusion_pipeline_does(tmp_path: Path) -> None:
+    """The code on the page, run on a stored picture, against interpolation by the nearest code."""
+    page = (Path(__file__).parents[3] / "docs" / "glm-image.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    tokens = torch.randint(16384, (1280,), generator=torch.Generator().manual_seed(0))
+    picture = tmp_path / "000000.png"
+    pixels = CodeMap((32, 32), 256).pixels(tokens[None])
+    assert pixels.shape == (1, 256, 256, 3)
+    picture.write_bytes(png_bytes(pixels[0], tokens))
+    names: dict[str, Any] = {}
+    exec(code.replace("results/RUN/images/CELL/000000.png", str(picture)), names)
+    fine = tokens[256:].view(1, 1, 32, 32).float()
+    doubled = functional.interpolate(fine, scale_factor=2, mode="nearest")
+    assert names["prior_token_ids"].equal(doubled.long().view(1, -1))
