@@ -1,7 +1,7 @@
 """The tables of a run by a column of its prompts, such as the category.
 
-The prompts with one value are a group. The tables of a group are those of a run of only these
-prompts, so that intervals, tests and comparisons with `ar` are over the prompts of the group.
+The prompts with one value are a group. The tables of a group equal the tables of a run of only
+these prompts, so intervals, tests and comparisons with `ar` are over the prompts of the group.
 """
 
 from __future__ import annotations

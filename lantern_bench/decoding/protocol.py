@@ -155,7 +155,7 @@ class Target:
     image_tokens: int
     # tokens of one row of the picture, forced ones included; 0: the tokens do not form rows
     line_length: int = 0
-    # tokens of a coarser grid, which come before those of the picture
+    # tokens of a coarser grid, which come before the tokens of the picture
     coarse_tokens: int = 0
     device: torch.device
 

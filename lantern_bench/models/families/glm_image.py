@@ -42,7 +42,7 @@ def coarse_grid(grid: tuple[int, int]) -> tuple[int, int]:
 
 
 class GlmImage(WordModel):
-    """GLM-Image's 9B language model. The grid is that of the picture, which no file states."""
+    """GLM-Image's 9B language model. Its weights do not state the picture's grid."""
 
     family_spec = FAMILIES["glm-image"]
     longest_prompt = 1024

@@ -138,7 +138,7 @@ class WordModel(CheckpointModel):
 
         Args:
             section: As of `section`.
-            read: Keys beside those of a Llama that the family reads.
+            read: Keys that the family reads and a Llama does not have.
             fields: Fields of `TransformerConfig` that the family sets.
 
         Raises:

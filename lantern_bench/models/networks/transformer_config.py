@@ -83,7 +83,7 @@ class TransformerConfig:
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of one picture, those of a coarse grid and forced ones included."""
+        """Tokens of one picture, with the tokens of a coarse grid and forced ones."""
         return self.coarse_tokens + self.grid[0] * self.line_length
 
     @property
