@@ -45,7 +45,7 @@ lint: $(DEV) ## ruff, mypy, import contracts
 	$(BIN)/lint-imports
 
 test-long: check ## the tests that take minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 -m long $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --timeout 3600 -m long $(ARGS)
 
 test-lowest: $(PYTHONS) ## the lowest versions of pyproject.toml, on each Python present: doctor, a small sweep, quick tests
 
