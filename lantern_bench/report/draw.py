@@ -78,9 +78,9 @@ def draw_curves(
     Args:
         runs: The run directories.
         folder: Where to write the files.
-        by: What colours stand for: one of `GROUPINGS` or a column of the prompts. A parameter is
-            also what the mean accepted length and the acceptance rate are drawn against. A column
-            of the prompts gives the charts of acceptance, with a line for each group.
+        by: One of `GROUPINGS`, or a column of the prompts; each value gets a colour. A parameter
+            is also the horizontal axis of charts of length and acceptance rate. A column of the
+            prompts gives only the charts of acceptance, with a line for each value.
         cells: Patterns as in `choose_cells`; empty for all cells.
         width: A key of `WIDTHS`.
 

@@ -281,7 +281,16 @@ def _uniforms_again(decoding: Decoding, target: Target, batch: int) -> DraftMeth
 
     mistake = _verifying("", change)
     assert mistake.make is not None
-    return mistake.make(decoding, target, batch)
+    method = mistake.make(decoding, target, batch)
+    start = method.start_images
+
+    def start_images(p: Tensor) -> None:
+        last.clear()  # otherwise the wrong steps differ between batches, and their shifts cancel
+        start(p)
+
+    method.start_images = start_images  # type: ignore[method-assign]
+    method.reads_last_step = True  # so that `start_images` is called
+    return method
 
 
 def _stale_q(decoding: Decoding, target: Target, batch: int, share: float) -> DraftMethod:
