@@ -76,7 +76,7 @@ def _row(model: Model) -> dict[str, Any]:
         "model": model.name,
         "parameters_m": None if model.parameters is None else round(model.parameters / 1e6),
         "tokens": model.tokens,
-        "weights": f"{len(parts) - len(missing)} of {len(parts)}" if parts else "not published",
+        "weights": f"{len(parts) - len(missing)} of {len(parts)}" if parts else "not public",
         "files": "; ".join(f"{part['part']}: {part['files']}" for part in parts),
         "found": ", ".join(part["part"] for part in parts if part["found"]),
         "found_mb": round(sum(file.stat().st_size for file in files if file.is_file()) / 1e6, 1),
