@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.methods.catalog import MODES, RULES, check_modes
+from lantern_bench.methods.catalog import DRAFTINGS, MODES, RULES, check_modes
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.prompts.sets import load_prompts
@@ -95,16 +95,25 @@ class Claim(NamedTuple):
 def audited_cells(names: Collection[str]) -> list[dict[str, Any]]:
     """Return every form of the named modes as the cells of an experiment file.
 
-    The name `all` means every mode, and every rule without a mode on `speculative`.
+    The name `all` means every mode that claims something, and every rule without a mode on
+    `speculative`.
 
     Raises:
-        UserError: A mode does not exist.
+        UserError: A mode does not exist, or makes no claim.
     """
     check_modes("--modes", names)
     is_all = "all" in names
     cells: list[dict[str, Any]] = []
     for mode in MODES.values():
-        if is_all or mode.name in names:
+        drafting = DRAFTINGS[mode.drafting]
+        # Without drafts and not in the target's order: nothing is verified, and nothing claimed.
+        claims_nothing = not drafting.drafts and not drafting.lossless
+        if claims_nothing and mode.name in names:
+            raise UserError(
+                f"--modes {mode.name}: it verifies nothing and makes no claim to test",
+                "A sweep measures its distance from the target: --metrics speed,distance.",
+            )
+        if not claims_nothing and (is_all or mode.name in names):
             cells += [{"mode": mode.name, **values} for values in ({}, *mode.variants)]
     if is_all:
         rules_of_modes = {mode.rule for mode in MODES.values()}

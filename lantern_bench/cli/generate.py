@@ -187,13 +187,12 @@ def _row(
 
 def _decodable(cells: Sequence[Cell], model: LoadedModel, console: Console) -> list[Cell]:
     """Return the cells that the model can decode, and report the others."""
-    from lantern_bench.decoding.loop import drafter_and_rule
+    from lantern_bench.decoding.loop import check_decodable
 
     decodable = []
     for cell in cells:
         try:
-            if cell.decoding.drafts:
-                drafter_and_rule(model, cell.decoding)
+            check_decodable(model, cell.decoding)
             decodable.append(cell)
         except RefusedError as error:
             console.say(f"{cell.cell_id} is left out: {error.message}")

@@ -175,10 +175,12 @@ def _decodings(flags: dict[str, Any], mode: list[str] | None, search: bool) -> l
     else:
         cells += resolve_flags("profile", flags, mode or ["speculative"]).cells
     decodings = list(dict.fromkeys(cell.decoding for cell in cells))
-    if not all(decoding.drafts for decoding in decodings):
-        raise UserError(
-            "--mode ar: drafts nothing", "Every table has autoregressive decoding already."
-        )
+    for decoding in decodings:
+        if not decoding.drafts:
+            raise UserError(
+                f"--mode {decoding.mode}: drafts nothing",
+                "Every table has autoregressive decoding already. A sweep times other modes.",
+            )
     if not search and len(decodings) > 1:
         ids = ", ".join(decoding.cell_id for decoding in decodings)
         raise UserError(

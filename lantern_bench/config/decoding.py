@@ -338,7 +338,9 @@ class Decoding:
         """
         words = [self.mode]
         if self.drafts:
-            words += filter(None, [self.drafting, self.tree_label])
+            words.append(self.drafting)
+        if self.tree_label:
+            words.append(self.tree_label)
         if self.rule_row.in_id and MODES[self.mode].rule != self.rule:
             words.append(self.rule)
         always = []
@@ -410,10 +412,15 @@ class Decoding:
 def _choose(key: str, value: object, mode: str) -> str:
     """Return the checked drafting or rule of a mode."""
     chosen: str = check_value(key, value)
-    if mode == "ar" and chosen != "none":
-        raise ParameterError(f"mode ar drafts nothing and has no {key}; leave it out", key)
-    if mode != "ar" and chosen == "none":
-        raise ParameterError(f"mode {mode} needs a {key}; without drafting write mode: ar", key)
+    row = MODES[mode]
+    if not DRAFTINGS[row.drafting].drafts:
+        if chosen != getattr(row, key):
+            raise ParameterError(f"mode {mode} drafts nothing and has no {key}; leave it out", key)
+        return chosen
+    for other in MODES.values():
+        if getattr(other, key) == chosen and not DRAFTINGS[other.drafting].drafts:
+            text = f"mode {mode} needs a {key}; without drafting write mode: {other.name}"
+            raise ParameterError(text, key)
     return chosen
 
 

@@ -22,7 +22,14 @@ from lantern_bench.config.decoding import (
 )
 from lantern_bench.config.experiment_file import CellEntry, ExperimentReader, Layer
 from lantern_bench.config.settings import Overrides, Settings
-from lantern_bench.methods.catalog import MODES, PARAMETERS, RULES, has_parameter, owners_of
+from lantern_bench.methods.catalog import (
+    DRAFTINGS,
+    MODES,
+    PARAMETERS,
+    RULES,
+    has_parameter,
+    owners_of,
+)
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.text import did_you_mean
 from lantern_bench.utils.yaml_file import Location, Source, read_source
@@ -168,18 +175,18 @@ _SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p")
 
 
 def _is_compared(cell: Cell, cells: Sequence[Cell]) -> bool:
-    """Return whether a cell drafts, or other cells of its model are compared with it."""
+    """Return whether a cell is not ar, or other cells of its model are compared with it."""
     of_model = [other for other in cells if other.model == cell.model]
-    drafting = [other for other in of_model if other.decoding.drafts]
-    if cell.decoding.drafts or not drafting:
+    others = [other for other in of_model if other.decoding.mode != "ar"]
+    if cell.decoding.mode != "ar" or not others:
         return True
 
     def unlike(other: Cell, baseline: Cell) -> list[bool]:
         values = other.decoding.value
         return [values(name) != baseline.decoding.value(name) for name in _SAMPLING]
 
-    for other in drafting:
-        closest = min(unlike(other, ar) for ar in of_model if not ar.decoding.drafts)
+    for other in others:
+        closest = min(unlike(other, ar) for ar in of_model if ar.decoding.mode == "ar")
         if unlike(other, cell) == closest:
             return True
     return False
@@ -294,8 +301,8 @@ class Grid:
         methods = []
         for mode in entry.modes:
             layer = stated
-            # The mode ar drafts nothing, so a drafting or rule meant for other cells is not for it.
-            if mode == "ar":
+            # A drafting or rule meant for other cells is not for a mode that drafts nothing.
+            if not DRAFTINGS[MODES[mode].drafting].drafts:
                 own = entry.layer if len(entry.modes) == 1 else {}
                 layer = {
                     key: row

@@ -1,6 +1,6 @@
 """How the programs of a decode step run: eagerly, compiled, or captured as CUDA graphs.
 
-The programs of a step (`step.py`, `plain.py`) have fixed shapes and keep their state in tensors at
+The programs of a step (`step.py`, `orders/`) have fixed shapes and keep their state in tensors at
 fixed addresses. So each is compiled once per shape, and then runs without a decision on the host
 and without the compiler's guards. It is kept in memory, in a file, or as a CUDA graph.
 """

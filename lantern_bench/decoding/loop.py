@@ -1,7 +1,7 @@
-"""Decoding: autoregressive, and speculative with any drafting and rule (methods/).
+"""Decoding: without drafts, and speculative with any drafting and rule (methods/).
 
-One loop serves all speculative modes, whose steps are in `step.py`; `plain.py` has the
-autoregressive steps.
+One loop serves all speculative modes, whose steps are in `step.py`. Another one serves the modes
+that draft nothing, whose steps are in `orders/`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.image_state import DRAFTER, FirstTokens
-from lantern_bench.decoding.plain import PlainSteps
+from lantern_bench.decoding.orders.plain import Steps
 from lantern_bench.decoding.protocol import (
     DecodableModel,
     Drafter,
@@ -33,6 +33,7 @@ from lantern_bench.decoding.sampling import Draws, draw_tokens, guide
 from lantern_bench.decoding.step import SpeculativeStep, sampling_key
 from lantern_bench.decoding.trace import ImageTrace, plain_trace
 from lantern_bench.methods.catalog import missing_drafter
+from lantern_bench.methods.parameters import load_code
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import Phases
 from lantern_bench.utils.errors import LogitsError
@@ -92,14 +93,15 @@ def decode(
         The images, in the order of the generators.
 
     Raises:
-        RefusedError: The model has no drafter, and the drafting needs one.
+        RefusedError: The model lacks what the configuration needs, as `check_decodable`.
+        UserError: As `check_decodable`.
         LogitsError: The target or the drafter gave NaN or infinite logits.
     """
     batch = _Batch(
         model, decoding, generators, tokens=tokens, keep_logits=keep_logits, engine=engine
     )
     if not decoding.drafts:
-        return _autoregressive(batch, condition)
+        return _without_drafts(batch, condition)
     drafter, own_rule = drafter_and_rule(model, decoding)
     make_step = partial(
         SpeculativeStep,
@@ -117,6 +119,25 @@ def decode(
         key = ("speculative step", batch.size, sampling_key(decoding), keep_logits)
         step = batch.engine.cached(key, make_step)
     return _speculative(batch, condition, step=step, rule=rule or own_rule, observe=observe)
+
+
+def check_decodable(model: DecodableModel, decoding: Decoding) -> None:
+    """Check that a model has what a configuration needs.
+
+    Raises:
+        RefusedError: A drafter is missing, or the tokens do not form rows.
+        UserError: A value does not fit the model.
+    """
+    if decoding.drafts:
+        drafter_and_rule(model, decoding)
+    else:
+        _steps_of(decoding).check(model.target, decoding)
+
+
+def _steps_of(decoding: Decoding) -> type[Steps]:
+    """Return the class of the steps of a configuration without drafts."""
+    steps: Any = load_code(decoding.drafting_row.steps)
+    return cast("type[Steps]", steps)
 
 
 def drafter_and_rule(
@@ -183,9 +204,9 @@ class _Batch:
         self.draws = Draws(generators, target.device)
         self.phases = Phases(target.device)
 
-    def noise(self) -> Tensor:
-        """Random bits [B, V] for one token of each image; [B, 0] for greedy decoding."""
-        return self.draws.bits(0 if self.decoding.greedy else self.target.vocab_size)
+    def noise(self, tokens: int = 1) -> Tensor:
+        """Random bits [B, tokens * V] that draw tokens; [B, 0] for greedy decoding."""
+        return self.draws.bits(0 if self.decoding.greedy else tokens * self.target.vocab_size)
 
     def prefill(self, session: TargetSession, condition: Any) -> tuple[Logits, FirstTokens]:
         """Return the logits of the prefix, and the first tokens."""
@@ -315,30 +336,35 @@ def _join(first: Tensor, path_logits: list[Tensor], traces: list[ImageTrace]) ->
     return torch.stack(images)
 
 
-def _autoregressive(batch: _Batch, condition: Any) -> list[Decoded]:
-    """Decode one token per forward; nothing is copied to the host before the end."""
+def _without_drafts(batch: _Batch, condition: Any) -> list[Decoded]:
+    """Decode in steps that draft nothing; nothing is copied to the host before the end."""
     target = batch.target
+    make = _steps_of(batch.decoding)
     key = ("plain", (batch.size, sampling_key(batch.decoding)))
-    steps = batch.engine.cached(key, lambda: PlainSteps(target, batch.decoding, batch.size))
+    steps = batch.engine.cached(key, lambda: make(target, batch.decoding, batch.size))
     step = batch.engine.program(key, steps.step, target.device)
+    positions_of_steps = steps.positions(batch.tokens_wanted)
+
     batch.phases.start()
     _, first = batch.prefill(steps.session, condition)
-    every_logits = [first.logits]
     steps.start_images(first)
+    every_logits = None
+    if batch.keep_logits:
+        every_logits = first.logits.new_zeros(batch.size, batch.tokens_wanted, target.vocab_size)
+        every_logits[:, 0] = first.logits
     batch.phases.mark("prefill")
-    for _ in range(batch.tokens_wanted - 1):
+    for positions in positions_of_steps:
         signals.check()
-        noise = batch.noise()
+        noise = batch.noise(steps.noises)
         batch.phases.mark("noise")
         logits = step(noise)
         batch.phases.mark("target")
-        if batch.keep_logits:
-            every_logits.append(logits.clone())
+        if every_logits is not None:
+            every_logits[:, positions] = logits[:, : len(positions)]
     batch.phases.stop()
 
     position = int(steps.broken)
     if position != 0:
         batch.refuse("target", max(position, 0), sessions=(steps.session,))
-    trace = plain_trace(batch.tokens_wanted)
-    logits_of_images = torch.stack(every_logits, dim=1) if batch.keep_logits else None
-    return batch.decoded(steps.out, [trace] * batch.size, logits_of_images)
+    trace = plain_trace(list(map(len, positions_of_steps)))
+    return batch.decoded(steps.out, [trace] * batch.size, every_logits)

@@ -7,6 +7,7 @@ rows first; otherwise `rows` is B. Features of the target are passed to the draf
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.methods.parameters import NeighbourMetric
+from lantern_bench.utils.errors import RefusedError
 
 
 class Logits(NamedTuple):
@@ -177,6 +179,34 @@ class Target:
         elsewhere.
         """
         return self.vocab_size
+
+    def ordered_session(
+        self,
+        batch: int,  # noqa: ARG002
+        *,
+        guided: bool,  # noqa: ARG002
+        nodes: int,  # noqa: ARG002
+        order: Sequence[int],  # noqa: ARG002
+    ) -> TargetSession:
+        """Return a session that commits the tokens of an image in an order of its own.
+
+        A node sees those committed tokens whose position in the image comes before its own. The
+        depth of a node is its position in the image less the number of committed tokens, and may
+        be negative.
+
+        Args:
+            batch: As in `session`.
+            guided: As in `session`.
+            nodes: The most nodes of a step.
+            order: The positions of the tokens, in the order in which they are committed.
+
+        Raises:
+            RefusedError: The sessions of this target have no other order than the raster order.
+        """
+        raise RefusedError(
+            f"{type(self).__name__} decodes in raster order only, so no row can start early",
+            "Use the mode sjd or scd.",
+        )
 
     def forced_tokens(self, positions: Tensor) -> Tensor:
         """Return the forced tokens at `positions` int64 [...], -1 where no token is forced."""

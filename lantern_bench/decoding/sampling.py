@@ -132,15 +132,15 @@ def sample(probs: Tensor, noise: Tensor) -> Tensor:
 
 
 def draw_tokens(logits: Tensor, decoding: Decoding, bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token per image, at temperature 0 the most probable one.
+    """Draw one token per row, at temperature 0 the most probable one.
 
     Args:
-        logits: Guided logits [B, V].
+        logits: Guided logits [..., V].
         decoding: The configuration.
-        bits: Random bits [B, V], as of `exponential`; not read at temperature 0.
+        bits: Random bits [..., V], as of `exponential`; not read at temperature 0.
 
     Returns:
-        The tokens int64 [B], and which logits are NaN or infinite, bool [B].
+        The tokens int64 [...], and which logits are NaN or infinite, bool [...].
     """
     if decoding.greedy:
         return logits.argmax(dim=-1), broken_logits(logits)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -67,17 +68,22 @@ class ImageTrace:
         return self.tokens / self.target_forwards
 
 
-def plain_trace(tokens: int) -> ImageTrace:
-    """Return the trace of an image whose tokens were decoded one at a time."""
-    steps = tokens - 1
+def plain_trace(committed: list[int]) -> ImageTrace:
+    """Return the trace of an image that was decoded without drafts.
+
+    Args:
+        committed: The tokens of each step; the first token is of the prefill.
+    """
+    steps = len(committed)
+    tokens = 1 + sum(committed)
     return ImageTrace(
-        start=list(range(1, tokens)),
-        committed=[1] * steps,
-        uncut=[1] * steps,
+        start=list(accumulate(committed[:-1], initial=1)) if committed else [],
+        committed=committed,
+        uncut=committed,
         accepted=[0] * steps,
         offered_depth=[0] * steps,
         child_rank=[[] for _ in range(steps)],
-        target_forwards=tokens,
+        target_forwards=1 + steps,
         drafter_forwards=0,
         tokens=tokens,
         emitted_tv=0.0,

@@ -249,8 +249,10 @@ def emitted_tv_problem(drafting: str, rule: str, values: Values) -> str | None:
         return f"the rule {rule} decides on several drafts together"
     if values.get("residual") == "official":
         return "residual official is not the residual of its theorem"
-    if not DRAFTINGS[drafting].lossless:
-        return f"the drafting {drafting} does not draw its drafts from its q"
+    row = DRAFTINGS[drafting]
+    if not row.lossless:
+        reason = "does not draw its drafts from its q" if row.drafts else "verifies nothing"
+        return f"the drafting {drafting} {reason}"
     return None
 
 

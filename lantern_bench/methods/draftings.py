@@ -36,6 +36,8 @@ class Drafting:
     # a `DraftMethod` class, called with (decoding, target, batch); "": no drafts
     make: Importable
     about: str
+    # without drafts: a class of `Steps` (decoding/orders/), called with (target, decoding, batch)
+    steps: Importable = ""
     # its own parameters, and shipped ones
     parameters: tuple[Parameter, ...] = ()
     # default values of its parameters
@@ -79,7 +81,7 @@ class Drafting:
 
     def fingerprint(self) -> str:
         """16 hex digits that change when the file of its code changes."""
-        return fingerprint_of(self.make)
+        return fingerprint_of(self.make or self.steps)
 
 
 def _candidates(values: Values) -> int:
@@ -158,7 +160,14 @@ def _parameters(*names: str) -> tuple[Parameter, ...]:
 
 
 SHIPPED_DRAFTINGS = (
-    Drafting("none", make="", about="no drafts", needs_drafter=False, sampled=False),
+    Drafting(
+        "none",
+        make="",
+        about="no drafts",
+        steps="lantern_bench.decoding.orders.plain:PlainSteps",
+        needs_drafter=False,
+        sampled=False,
+    ),
     Drafting(
         "static",
         make="lantern_bench.decoding.drafting.static:StaticDrafting",
@@ -224,6 +233,18 @@ SHIPPED_DRAFTINGS = (
         adapt=_enough_nodes,
         problem=_dynamic_problem,
         nodes=lambda values: max(values["nodes"], values["beam"]),
+    ),
+    Drafting(
+        "zipar",
+        make="",
+        about="no drafts; a row starts before the row above has ended",
+        steps="lantern_bench.decoding.orders.zipar:ZiparSteps",
+        parameters=_parameters("window"),
+        defaults={"window": 4},
+        lossless=False,
+        needs_drafter=False,
+        sampled=False,
+        label=lambda values: f"w{values['window']}",
     ),
 )
 

@@ -71,9 +71,11 @@ def check_predictable(cells: Iterable[Cell]) -> None:
     refused: dict[str, list[str]] = {}
     for cell in cells:
         decoding = cell.decoding
-        if not decoding.drafts:
+        if decoding.mode == "ar":
             continue
-        if decoding.greedy:
+        if not decoding.drafts:
+            reason = f"{decoding.mode} verifies no drafts, so there is no rule to explore"
+        elif decoding.greedy:
             reason = "temperature 0 draws no token, so nothing has a probability of acceptance"
         elif decoding.drafting not in PREDICTABLE:
             reason = f"drafts of {decoding.drafting} depend on what the setting accepted before"

@@ -14,6 +14,7 @@ import pandas as pd
 from lantern_bench.analysis.cells import CellRecords, join_notes, run_cells
 from lantern_bench.analysis.tables import tables_of
 from lantern_bench.devices.environment import device_in_words
+from lantern_bench.methods.catalog import DRAFTINGS
 from lantern_bench.methods.static_trees import check_topology, topology_name
 from lantern_bench.models.registry import model_of
 from lantern_bench.profile.cost_model import (
@@ -156,6 +157,13 @@ def _draft_of(
             draft = tree_draft(tree)
     if draft is not None:
         return draft, None
+    if drafting in DRAFTINGS and not DRAFTINGS[drafting].drafts:
+        # One more than it draws: the last token of a row is scored without drawing one.
+        nodes = int(images["committed_per_step"].explode().max()) + 1
+        return (
+            Draft(nodes=nodes, levels=None, depth=nodes - 1, fanout=1),
+            f"a step of {drafting} is costed as a verified chain of {nodes - 1}",
+        )
     depth = images["offered_depth_per_step"].explode().max()
     steps = images["start_per_step"].str.len().sum()
     forwards = round(images["drafter_forwards"].sum() / steps)

@@ -106,7 +106,7 @@ def choose_threads(
     Args:
         model: The model that decodes.
         prompt: The prompt of the timed image.
-        decodings: The first one that drafts and the first one that does not are timed.
+        decodings: The first one that is autoregressive and the first other one are timed.
         emit: Receives a note with the times, and a warning on a busy machine.
     """
     if model.target.device.type != "cpu":
@@ -114,7 +114,7 @@ def choose_threads(
     # Drafts gain more from threads than autoregressive steps.
     kinds: dict[bool, Decoding] = {}
     for decoding in decodings:
-        kinds.setdefault(decoding.drafts, decoding)
+        kinds.setdefault(decoding.mode != "ar", decoding)
     timed = " and ".join("drafting" if drafts else "autoregressive" for drafts in sorted(kinds))
     name = f"{timed}, at most {torch.get_num_threads()}"
     file = model.engine.folder and model.engine.folder / "threads.json"

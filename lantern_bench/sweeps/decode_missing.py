@@ -11,7 +11,7 @@ import torch
 from lantern_bench.config.experiment import Cell
 from lantern_bench.config.settings import Settings
 from lantern_bench.decoding.engine import ENGINE_VERSION
-from lantern_bench.decoding.loop import drafter_and_rule
+from lantern_bench.decoding.loop import check_decodable
 from lantern_bench.devices import machine
 from lantern_bench.devices.compute import Compute
 from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
@@ -134,9 +134,8 @@ def prepare_models(
     """
     began = now()
     for cell in dict.fromkeys(batch[0].cell for batch in batches):
-        if cell.decoding.drafts:
-            with torch.inference_mode():
-                drafter_and_rule(models[cell.model], cell.decoding)
+        with torch.inference_mode():
+            check_decodable(models[cell.model], cell.decoding)
     prompts: dict[str, dict[str, None]] = {name: {} for name in models}
     for batch in batches:
         prompts[batch[0].cell.model] |= dict.fromkeys(task.prompt.text for task in batch)

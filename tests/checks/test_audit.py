@@ -35,14 +35,17 @@ from tests.helpers.tiny_model import TinyModel
 
 STATIC = Decoding(mode="speculative", tree="small-7")
 SMALL = ["--dtype", "float32", "--neighbours", "3"]
+# ZipAR verifies nothing and so makes no claim.
+AUDITED = set(catalog.MODES) - {"zipar"}
 
 
 def test_every_mode_and_every_rule_is_audited() -> None:
     cells = audited_cells(["all"])
     modes = catalog.MODES
-    assert {cell["mode"] for cell in cells} == set(modes)
+    assert {cell["mode"] for cell in cells} == AUDITED
     assert {cell.get("rule", modes[cell["mode"]].rule) for cell in cells} == set(catalog.RULES)
-    for mode in modes.values():
+    for name in AUDITED:
+        mode = modes[name]
         of_mode = [{"mode": mode.name, **values} for values in ({}, *mode.variants)]
         assert all(cell in cells for cell in of_mode)
         assert audited_cells([mode.name]) == of_mode
@@ -247,7 +250,7 @@ def test_the_audit_is_written_and_shown(
         == 0
     )
     rows = rows_of("results/audit-tiny/audit.csv")
-    assert {row["mode"] for row in rows} == set(catalog.MODES)
+    assert {row["mode"] for row in rows} == AUDITED
     for row in rows:
         assert row["table_images"] == "320"
         is_lossless = row["claim"] == "lossless"

@@ -140,6 +140,7 @@ def test_threads_are_tried_unless_they_are_given(
         (["--save-device", "here.txt"], "--save-device here.txt: must end in .yaml"),
         (["--save-device", "a.yaml", "--search"], "--save-device: not with --search"),
         (["--mode", "ar"], "--mode ar: drafts nothing"),
+        (["--mode", "zipar"], "--mode zipar: drafts nothing"),
         (
             ["--mode", "lantern", "--delta", "0.1,0.2"],
             "measures one mode and rule at a time, and these are 2",

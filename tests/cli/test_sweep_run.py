@@ -208,10 +208,14 @@ def test_generate_decodes_all_modes_that_the_model_has_the_parts_for(
 ) -> None:
     typed = ["generate", "one red lantern", "--model", "tiny", "--force"]
     assert cli.main([*typed, "--mode", "all", "--neighbours", "3"]) == 0
-    listed = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    written = capsys.readouterr()
+    listed = pd.read_csv(io.StringIO(written.out))
+    with_drafter = [name for name in MODES if name != "zipar"]
     assert all(
-        cell.startswith(f"{mode}-") for mode, cell in zip(MODES, listed["cell_id"], strict=True)
+        cell.startswith(f"{mode}-")
+        for mode, cell in zip(with_drafter, listed["cell_id"], strict=True)
     )
+    assert "zipar-w4-t1 is left out: mode zipar: the tokens of this model" in written.err
     assert (listed[["seconds", "target_forwards", "mean_accepted_length"]] > 0).all(axis=None)
     load = tiny.load
 
@@ -224,7 +228,7 @@ def test_generate_decodes_all_modes_that_the_model_has_the_parts_for(
     assert cli.main([*typed, "--mode", "all", "--neighbours", "3"]) == 0
     written = capsys.readouterr()
     listed = pd.read_csv(io.StringIO(written.out))
-    able = [name for name, mode in MODES.items() if not DRAFTINGS[mode.drafting].needs_drafter]
+    able = [name for name in with_drafter if not DRAFTINGS[MODES[name].drafting].needs_drafter]
     assert all(
         cell.startswith(f"{mode}-") for mode, cell in zip(able, listed["cell_id"], strict=True)
     )

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lantern_bench.config.decoding import Decoding, ParameterError
-from lantern_bench.methods.catalog import MODES, RULES, has_parameter
+from lantern_bench.methods.catalog import DRAFTINGS, MODES, RULES, has_parameter
 from lantern_bench.methods.static_trees import STATIC_TREES
 from lantern_bench.storage.schema import CELL_COLUMNS
 
@@ -71,6 +71,7 @@ from lantern_bench.storage.schema import CELL_COLUMNS
             "lantern++-static-chain-3-block-t1",
         ),
         ({"mode": "speculative", "rule": "traversal"}, "speculative-static-eagle1-25-traversal-t1"),
+        ({"mode": "zipar", "window": 3, "top_k": 5}, "zipar-w3-t1-topk5"),
     ],
 )
 def test_cell_ids(values: dict[str, Any], cell_id: str) -> None:
@@ -155,7 +156,7 @@ def decodings(draw: st.DrawFn) -> Decoding:
     values: dict[str, Any] = {"mode": mode}
     drafting = MODES[mode].drafting
     rule = MODES[mode].rule
-    if mode != "ar":
+    if DRAFTINGS[drafting].drafts:
         drafting = values["drafting"] = draw(st.sampled_from(["static", "dynamic"]))
         rule = values["rule"] = draw(st.sampled_from(["strict", "additive", "multiplicative"]))
     if drafting == "static":

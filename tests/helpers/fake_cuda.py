@@ -25,7 +25,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.image_state import ImageState
-from lantern_bench.decoding.plain import PlainSteps
+from lantern_bench.decoding.orders.plain import PlainSteps
 from lantern_bench.decoding.step import SpeculativeStep
 from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.models.networks.eagle import EagleDrafter

@@ -12,6 +12,7 @@ import pytest
 
 from lantern_bench.analysis.tables import tables_of
 from lantern_bench.cli import main as cli
+from lantern_bench.config.decoding import Decoding
 from lantern_bench.models.registry import model_of
 from lantern_bench.profile.cost_model import (
     KERNEL_COUNTS,
@@ -131,9 +132,18 @@ def test_unknown_drafting_is_taken_for_a_chain(run: RunData):
     assert rows[1]["nodes"] == 3
 
 
-def test_own_tree_is_read_from_the_experiment(run: RunData):
-    from lantern_bench.config.decoding import Decoding
+def test_a_step_without_drafts_is_costed_with_the_tokens_it_draws(run: RunData):
+    cell = Decoding(mode="zipar", cfg_scale=2, cfg_default=2)
+    record = make_record(cell=cell, prompt=0, walks=[[], [], []], seconds=1.0)
+    record |= {"committed_per_step": [1, 3, 2], "start_per_step": [1, 2, 5], "tokens": 7}
+    records = frame_of([record])
+    (row,) = rows_of(predict_run(dataclasses.replace(run, records=records), A100, "compiled"))
+    assert row["nodes"] == 4
+    assert row["mean_accepted_length"] == 2
+    assert "a step of zipar is costed as a verified chain of 3" in row["note"]
 
+
+def test_own_tree_is_read_from_the_experiment(run: RunData):
     cell = Decoding(mode="speculative", tree=((0,), (1,), (0, 0)), cfg_scale=2, cfg_default=2)
     records = [make_record(cell=cell, prompt=0, walks=[[0, 0], [0, -1]], seconds=1.0)]
     manifest = run.manifest | {"experiment": {"cells": [cell.settings()]}}

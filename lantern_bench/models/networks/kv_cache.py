@@ -113,13 +113,15 @@ class KVCache:
             store_v[self.rows, :, columns] = values
         return store_k[:, :, :used], store_v[:, :, :used]
 
-    def mask(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
+    def mask(self, seen: Tensor, dtype: torch.dtype, *, hidden: Tensor | None = None) -> Tensor:
         """Return the additive attention mask of n new nodes.
 
         Args:
             seen: Whether each new node sees each of the m uncommitted nodes, itself included:
                 bool [1 or B or rows, n, m].
             dtype: Type of the mask.
+            hidden: Whether each new node does not see a column, if that is committed: bool
+                [B, n, capacity]. None: it sees all.
 
         Returns:
             The mask [rows, 1, n, columns in use].
@@ -129,6 +131,8 @@ class KVCache:
         committed = self.per_row(self._columns[:used] < self.lengths[:, None])
         committed = committed & self._visible[:, :used]
         before = _additive(committed, dtype)[:, None].expand(-1, nodes, -1)
+        if hidden is not None:
+            before = before.masked_fill(self.per_row(hidden[:, :, :used]), -torch.inf)
         seen = seen.repeat(len(before) // len(seen), 1, 1)
         columns = self.per_row(self.slots(0, uncommitted))[:, None].expand(-1, nodes, -1)
         return before.scatter(2, columns, _additive(seen, dtype))[:, None]

@@ -355,15 +355,46 @@ class _TransformerSession(CachedSession, TargetSession):
     def _forward(self, x: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         return self._model.transformer.step(
             x,
-            mask=self.cache.mask(seen, x.dtype),
+            mask=self.cache.mask(seen, x.dtype, hidden=self._hidden(positions)),
             slots=self.cache.slots(0, x.shape[1]),
             positions=self._rotary_positions(positions),
             cache=self.cache,
         )
 
+    def _hidden(self, positions: Tensor) -> Tensor | None:  # noqa: ARG002  # for subclasses
+        """Return the committed columns that nodes at `positions` [B, n] do not see, or None."""
+        return None
+
     def _head(self, features: Tensor, positions: Tensor) -> Tensor:
         """Return logits of features [rows, n, dim], which predict the tokens at `positions`."""
         return force_line_ends(self._model.transformer.output(features), positions, self._config)
+
+
+class _OrderedSession(_TransformerSession):
+    """A session that commits the tokens of an image in an order of its own.
+
+    Args:
+        model: As in `CachedSession`.
+        order: As in `Target.ordered_session`.
+        **sizes: As in `CachedSession`.
+    """
+
+    def __init__(self, model: Any, *, order: Sequence[int], **sizes: Any) -> None:
+        super().__init__(model, **sizes)
+        self._order = torch.tensor(order, device=model.device)
+        # the position of each column, prefix included
+        self._column_positions = torch.zeros(
+            self.cache.capacity, dtype=torch.int64, device=model.device
+        )
+
+    def _start(self, condition: Condition, prefix: int) -> Tensor:
+        columns = self._column_positions
+        columns.copy_(torch.arange(len(columns), device=columns.device))
+        columns[prefix : prefix + len(self._order)] = prefix + self._order
+        return super()._start(condition, prefix)
+
+    def _hidden(self, positions: Tensor) -> Tensor:
+        return self._column_positions > positions[:, :, None]
 
 
 # ---- Targets
@@ -377,7 +408,7 @@ class CachedModel(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self._sessions: dict[tuple[int, bool, int], Any] = {}
+        self._sessions: dict[tuple[Any, ...], Any] = {}
 
     def session(self, batch: int, *, guided: bool, nodes: int) -> Any:
         """Return a session, the same one for the same arguments.
@@ -432,6 +463,25 @@ class CachedTarget(CachedModel, Target):  # type: ignore[override]  # others ass
         self.line_length = 0 if config.coarse_grid else config.line_length
         self.coarse_tokens = config.coarse_tokens
         self.drafter_config = config  # the sizes that a drafter takes from this target
+
+    def ordered_session(
+        self, batch: int, *, guided: bool, nodes: int, order: Sequence[int]
+    ) -> TargetSession:
+        """Return a session for another order, the same one for the same arguments.
+
+        Args:
+            batch: Number of images.
+            guided: Whether each image has an unconditional row too.
+            nodes: Largest number of nodes in a step.
+            order: Positions in the image, in the order in which they are committed.
+        """
+        shape = (batch, guided, nodes, tuple(order))
+        if shape not in self._sessions:
+            self._sessions[shape] = _OrderedSession(
+                self, batch=batch, guided=guided, nodes=nodes, order=order
+            )
+        session: TargetSession = self._sessions[shape]
+        return session
 
     def forced_tokens(self, positions: Tensor) -> Tensor:
         """Return the forced tokens at `positions` int64 [...] of an image, -1 at free positions."""

@@ -1,0 +1,1 @@
+"""Orders of decoding without drafts, one class each, which rows in methods/draftings.py name."""
