@@ -47,8 +47,9 @@ def test_greedy_tokens_and_pixels_equal_those_of_transformers(
     wanted = tiny_hosted.expect_janus(
         theirs, prompt=prompt, null=prompt, grid=model.grid, scale=3.0
     )
-    for mode in ("ar", "sjd"):
-        (image,) = lantern_bench.decode(model, CAPTIONS[0], mode=mode, temperature=0, cfg_scale=3)
+    whole_rows = {"mode": "zipar", "window": model.grid[1]}  # in raster order
+    for values in ({"mode": "ar"}, {"mode": "sjd"}, whole_rows):
+        (image,) = lantern_bench.decode(model, CAPTIONS[0], **values, temperature=0, cfg_scale=3)
         assert image.tokens.tolist() == wanted.tokens.tolist()
         assert image.picture is not None
     assert len(set(image.tokens.tolist())) > 2
