@@ -4,12 +4,12 @@ makes of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 
 TEXT = ("a", "red", "lantern", "over", "lake", "the", "at", "dusk", "lowres", "bad")
@@ -221,37 +221,79 @@ def write_emu3(folder: Path, shape: Shape, seed: int = 2) -> Any:
 
 
 @torch.no_grad()
+def generate_words(
+    model: Any,
+    prompts: Tensor,
+    null: Tensor,
+    *,
+    allowed: Callable[[int], list[int]],
+    length: int,
+    **options: Any,
+) -> Tensor:
+    """What transformers generates, with guidance, behind equal prompts int64 [B, P].
+
+    Args:
+        model: A language model of transformers.
+        prompts: The prompts.
+        null: The unconditional prompt int64 [n].
+        allowed: The words that may be drawn, by the number of words drawn before.
+        length: Number of words to draw.
+        options: For `generate`.
+
+    Returns:
+        The drawn words int64 [B, length].
+    """
+    bare = null.expand(len(prompts), -1)
+    made: Tensor = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        negative_prompt_ids=bare,
+        negative_prompt_attention_mask=torch.ones_like(bare),
+        prefix_allowed_tokens_fn=lambda _batch, ids: allowed(len(ids) - prompts.shape[1]),
+        max_new_tokens=length,
+        min_new_tokens=length,
+        **options,
+    )
+    return made[:, prompts.shape[1] :]
+
+
+def emu3_words(model: Any) -> list[int]:
+    """The words of the codes of an Emu3, then the word that ends a row."""
+    words = model.config.vocabulary_map
+    codes = range(model.config.vq_config.codebook_size)
+    return [words[f"<|visual token {code:06}|>"] for code in codes] + [words["<|extra_200|>"]]
+
+
+def generate_emu3(
+    model: Any, prompts: Tensor, null: Tensor, grid: tuple[int, int], **options: Any
+) -> Tensor:
+    """What transformers generates behind equal prompts int64 [B, P], with ends of rows forced as
+    published: words int64 [B, N].
+    """
+    *codes, end = emu3_words(model)
+    rows, columns = grid
+    return generate_words(
+        model,
+        prompts,
+        null,
+        allowed=lambda count: [end] if (count + 1) % (columns + 1) == 0 else codes,
+        length=rows * (columns + 1),
+        **options,
+    )
+
+
+@torch.no_grad()
 def expect_emu3(
     model: Any, prompt: Tensor, null: Tensor, grid: tuple[int, int], scale: float
 ) -> Expected:
     """What transformers makes of prompts int64 [P] with and without caption; ends of rows are
     forced as published.
     """
-    words = model.config.vocabulary_map
     rows, columns = grid
-    codes = [
-        words[f"<|visual token {code:06}|>"] for code in range(model.config.vq_config.codebook_size)
-    ]
-
-    def allowed(_batch: int, ids: Tensor) -> list[int]:
-        row_ends = (len(ids) - len(prompt) + 1) % (columns + 1) == 0
-        return [words["<|extra_200|>"]] if row_ends else codes
-
-    length = rows * (columns + 1)
     given = prompt[None]
     bare = null[None]
-    generated = model.generate(
-        given,
-        attention_mask=torch.ones_like(given),
-        negative_prompt_ids=bare,
-        negative_prompt_attention_mask=torch.ones_like(bare),
-        guidance_scale=scale,
-        prefix_allowed_tokens_fn=allowed,
-        max_new_tokens=length,
-        min_new_tokens=length,
-        do_sample=False,
-    )[:, len(prompt) :]
-    numbers = [*codes, words["<|extra_200|>"]]
+    generated = generate_emu3(model, given, null, grid, guidance_scale=scale, do_sample=False)
+    numbers = emu3_words(model)
     logits = [
         model(input_ids=torch.cat([start, generated[:, :-1]], dim=1)).logits[
             0, start.shape[1] - 1 :, numbers

@@ -157,33 +157,63 @@ def test_a_file_is_scored_whole(
     assert f"--set {key}: a file of tokens is scored whole" in capsys.readouterr().err
 
 
+def sample_janus(theirs: Any, prompts: torch.Tensor, _null: torch.Tensor, **options: Any) -> Any:
+    """Pictures of 16 codes by transformers' own `generate`."""
+    return theirs.generate(
+        prompts, attention_mask=torch.ones_like(prompts), generation_mode="image", **options
+    )
+
+
+def sample_emu3(theirs: Any, prompts: torch.Tensor, null: torch.Tensor, **options: Any) -> Any:
+    """Pictures of 4 x 5 codes and four ends of rows by transformers' own `generate`."""
+    from tests.helpers import tiny_hosted
+
+    words = tiny_hosted.generate_emu3(theirs, prompts, null, (4, 5), **options)
+    numbers = torch.full((theirs.config.text_config.vocab_size,), -1)
+    known = tiny_hosted.emu3_words(theirs)
+    numbers[known] = torch.arange(len(known))
+    return numbers[words]
+
+
 @pytest.mark.parametrize(("temperature", "is_same"), [(1.0, True), (1.5, False)])
-def test_tokens_of_transformers(tmp_path: Path, *, temperature: float, is_same: bool) -> None:
-    """Janus by its own `generate`: lossless at our temperature, and not at another one."""
+@pytest.mark.parametrize("family", ["janus", "emu3"])
+def test_tokens_of_transformers(
+    tmp_path: Path, family: str, *, temperature: float, is_same: bool
+) -> None:
+    """Tokens of transformers are lossless at our temperature, and not at another one."""
     pytest.importorskip("transformers")
     from lantern_bench.models.registry import model_of
     from tests.helpers import tiny_hosted
 
-    theirs = tiny_hosted.write_janus(tmp_path / "weights", tiny_hosted.Shape())
+    write, sample, grid = {
+        "janus": (tiny_hosted.write_janus, sample_janus, ""),
+        "emu3": (tiny_hosted.write_emu3, sample_emu3, "grid: [4, 5]\n"),
+    }[family]
+    theirs = write(tmp_path / "weights", tiny_hosted.Shape())
     described = tmp_path / "model.yaml"
-    described.write_text("family: janus\ntarget: {checkpoint: weights}\n")
+    described.write_text(f"family: {family}\n{grid}target: {{checkpoint: weights}}\n")
     text = "a red lantern over the lake"
     model = model_of(str(described)).load(torch.device("cpu"), torch.float32)
     condition = model.condition([text])
-    ids = condition.values[0][0][condition.valid[0][0]].expand(128, -1).contiguous()
+    rows = zip(condition.values[0], condition.valid[0], strict=True)
+    prompt, null = (values[valid] for values, valid in rows)
     torch.manual_seed(0)
-    tokens = theirs.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        generation_mode="image",
+    tokens = sample(
+        theirs,
+        prompt.expand(128, -1).contiguous(),
+        null,
         do_sample=True,
         temperature=temperature,
         guidance_scale=3.0,
+        top_k=0,
+        top_p=1.0,
     )
     write_npz(tmp_path / "tokens", {"prompts": [text] * 128, "tokens": tokens.numpy()})
     out = tmp_path / "out"
     typed = ["score", "--tokens", str(tmp_path / "tokens.npz"), "--model", str(described)]
     typed += ["--out", str(out), "--set", "cfg_scale=3", "--set", "dtype=float32"]
+    for value in ("temperature=1", "top_k=0", "top_p=1"):
+        typed += ["--set", value]
     assert main(typed) == 0
     (line,) = (out / "quality.csv").read_text().splitlines()[1:]
     header = (out / "quality.csv").read_text().splitlines()[0]
