@@ -99,9 +99,17 @@ class HostedModel(ABC):
     def codebook(self) -> Tensor:
         """Return the rows of the codebook [codes, d] as stored."""
 
-    @abstractmethod
     def pixels(self, codes: Tensor) -> Tensor:
-        """Decode codes int64 [B, N], without forced tokens, to RGB [B, H, W, 3] from -1 to 1."""
+        """Decode codes int64 [B, N], without forced tokens, to RGB [B, H, W, 3] from -1 to 1.
+
+        The pictures of a model without this method are maps of its codes.
+        """
+        raise NotImplementedError
+
+
+def makes_pixels(cls: type[HostedModel]) -> bool:
+    """Return whether a hosted model decodes its codes to pixels."""
+    return cls.pixels is not HostedModel.pixels
 
 
 class _Decoder(nn.Module):
@@ -306,7 +314,7 @@ def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> 
 
     # None if the checkpoint is a file.
     files = sorted(path for path in file.checkpoint.rglob("*") if path.suffix in _ENDINGS)
-    return LoadedModel(
+    loaded = LoadedModel(
         name=str(file.path),
         target=target,
         drafter=None,
@@ -320,3 +328,6 @@ def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> 
         compiles=False,
         remarks=remarks[:8],
     )
+    if not makes_pixels(cls):
+        loaded.show_codes(codebook)
+    return loaded

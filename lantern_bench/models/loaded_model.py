@@ -78,7 +78,9 @@ class CodeMap:
 
     def pixels(self, tokens: Tensor) -> Tensor:
         """Draw tokens int [B, N] as cells with a colour for each code, in the form of pixels."""
-        codes = tokens[:, self.skipped :].unflatten(1, self.grid).cpu().long()
+        rows, columns = self.grid
+        # A forced token may end each row.
+        codes = tokens[:, self.skipped :].unflatten(1, (rows, -1))[..., :columns].cpu().long()
         colours = codes[..., None] * torch.tensor(_COLOUR_STEPS) % 256
         cells = colours.repeat_interleave(_CELL, dim=1).repeat_interleave(_CELL, dim=2)
         return cells.to(torch.uint8)

@@ -136,10 +136,12 @@ class _Hosted(Model):
     family = "python"
 
     def __init__(self, file: PythonModel) -> None:
-        from lantern_bench.models.hosted import load_class
+        from lantern_bench.models.hosted import load_class, makes_pixels
 
+        hosted = load_class(file)
         self.file = file
-        self.defaults = load_class(file).defaults
+        self.defaults = hosted.defaults
+        self.draws_maps = not makes_pixels(hosted)
         file.describe(self, f"{file.python.stem}: {file.checkpoint.name}")
 
     def files(self) -> Mapping[str, Path]:

@@ -100,8 +100,7 @@ def test_sweeps_take_the_model_file(janus: Path, tmp_path: Path) -> None:
         (
             "from lantern_bench.models.hosted import HostedModel\n"
             "class Model(HostedModel):\n    codes = 3\n",
-            "python: Model lacks __init__, codebook, embed_codes, embed_words, logits, pixels, "
-            "prompts",
+            "python: Model lacks __init__, codebook, embed_codes, embed_words, logits, prompts",
         ),
     ],
 )

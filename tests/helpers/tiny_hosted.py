@@ -409,6 +409,74 @@ def expect_glm_image(
     return torch.cat(made.logits)[:, :codes], made.sequences[0, len(prompt) :]
 
 
+class WordsShape(NamedTuple):
+    """Sizes of a tiny language model whose last words are codes."""
+
+    dim: int = 32
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    ffn: int = 48
+    layers: int = 2
+    codes: int = 48
+
+
+def write_simplear(folder: Path, shape: WordsShape, seed: int = 1) -> Any:
+    """A SimpleAR with its tokenizer; returns transformers' model."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    # Transformers reads it as a Qwen2 tokenizer: here each byte is a word.
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ("<|endoftext|>", "<|t2i|>", "<|soi|>")
+    words.add_special_tokens([AddedToken(name, special=True) for name in special])
+    return _write_words(folder, shape, words, (Qwen2Config, Qwen2ForCausalLM), seed=seed)
+
+
+def write_liquid(folder: Path, shape: WordsShape, seed: int = 1) -> Any:
+    """A Liquid with its tokenizer, without an image tokenizer; returns transformers' model."""
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    names = ("<unk>", "<bos>", "<boi>", "<unconditional>", "Generate", "an", "image", *TEXT)
+    folder.mkdir(parents=True)
+    vocabulary = write_tokenizer(folder / "tokenizer.json", names)
+    words = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    start = [("<bos>", vocabulary["<bos>"])]
+    words.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=start)
+    return _write_words(folder, shape, words, (GemmaConfig, GemmaForCausalLM), seed=seed)
+
+
+@torch.no_grad()
+def _write_words(
+    folder: Path, shape: WordsShape, words: Tokenizer, classes: tuple[Any, Any], *, seed: int
+) -> Any:
+    """A language model whose codes follow its words. Its head is its embedding."""
+    from transformers import PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    make_config, make_model = classes
+    config = make_config(
+        vocab_size=words.get_vocab_size() + shape.codes,
+        hidden_size=shape.dim,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    model = make_model(config).eval()
+    draw_weights(model, seed)
+    # As the head, rows of unit size would leave almost no choice between codes.
+    model.get_input_embeddings().weight.mul_(0.3)
+    model.save_pretrained(folder)
+    return model
+
+
 def to_bytes(picture: Tensor) -> Tensor:
     """Pixels float in [-1, 1] -> uint8."""
     return ((picture.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)

@@ -16,7 +16,7 @@ COARSE = (16, 16)
 
 
 class GlmImage(HostedModel):
-    """A decoder with positions on three axes and two grids."""
+    """A decoder with positions on three axes and two grids. A diffusion model makes the pixels."""
 
     defaults: ClassVar = {"cfg_scale": 1.0, "temperature": 0.9, "top_p": 0.75}
     neighbour_space = "normalised"
@@ -70,9 +70,3 @@ class GlmImage(HostedModel):
     def codebook(self) -> Tensor:
         """Return the codebook [codes, d] as stored."""
         return self.model.model.vqmodel.quantize.embedding.weight
-
-    def pixels(self, codes: Tensor) -> Tensor:
-        """Draw a grey level for each fine code. A diffusion model would draw the picture."""
-        fine = codes[:, COARSE[0] * COARSE[1] :].unflatten(1, FINE)
-        grey = 2.0 * fine / (self.codes - 1) - 1.0
-        return grey[..., None].expand(-1, -1, -1, 3)
