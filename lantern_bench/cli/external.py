@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -18,14 +19,25 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="The new folder.")],
     layout: Annotated[str, typer.Option(help=f"One of {', '.join(LAYOUTS)}.")] = "folder",
 ) -> None:
-    """Write the pictures of a run as official scorers read them, one folder for each cell."""
+    """Write the images of a run as scorers or the model's own decoder read them.
+
+    Each cell has a folder.
+    """
     check_choice("--layout", layout, LAYOUTS)
     console: Console = ctx.obj
 
+    from lantern_bench.models.registry import model_of
     from lantern_bench.storage.layouts import export_run
 
-    count = export_run(run, out, layout)
-    console.say(f"{count} pictures a prompt; published scores are of {PICTURES_PER_PROMPT}")
+    described = cache(model_of)
+    count = export_run(
+        run,
+        out,
+        layout,
+        decoder_input=lambda model, tokens: described(model).decoder_input(tokens),
+    )
+    if layout != "tokens":
+        console.say(f"{count} pictures a prompt; published scores are of {PICTURES_PER_PROMPT}")
     console.data(str(out))
 
 

@@ -13,6 +13,7 @@ from lantern_bench.utils.errors import LanternError, UserError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from lantern_bench.models.loaded_model import LoadedModel
 
@@ -90,6 +91,14 @@ class Model(ABC):
     def mode(self) -> str:
         """The default mode of `generate`."""
         return "scd" if self.lacks_drafter else "lantern++"
+
+    def decoder_input(self, tokens: Tensor) -> Mapping[str, Tensor]:
+        """Return the arrays that the authors' decoder takes, by its names.
+
+        Args:
+            tokens: The tokens of images int64 [B, N], as they were decoded.
+        """
+        return {"tokens": tokens}
 
     @abstractmethod
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:

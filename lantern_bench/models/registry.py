@@ -31,6 +31,7 @@ from lantern_bench.utils.text import did_you_mean
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from lantern_bench.models.loaded_model import LoadedModel
 
@@ -185,6 +186,9 @@ class _WithDrafter(Model):
         if part == "drafter":
             return super().stated(part, key)
         return self.model.stated(part, key)
+
+    def decoder_input(self, tokens: Tensor) -> Mapping[str, Tensor]:
+        return self.model.decoder_input(tokens)
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         from lantern_bench.models.checkpoints.drafter_files import give_drafter

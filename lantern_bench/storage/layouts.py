@@ -1,7 +1,7 @@
-"""Pictures of a run in the layouts that official scorers read: GenEval, DPG-Bench, and a folder.
+"""Images of a run in the layouts that other programs read: scorers, and decoders of tokens.
 
-These scorers leave out what is missing without a word, so an incomplete run is refused.
-`official_scores.py` reads their results. docs/quality.md describes both.
+GenEval and DPG-Bench leave out what is missing without a word, so an incomplete run is refused.
+`official_scores.py` reads their results. docs/quality.md describes the layouts.
 """
 
 from __future__ import annotations
@@ -9,20 +9,27 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lantern_bench.storage.pictures import read_rgb
+from lantern_bench.storage.pictures import read_rgb, read_tokens
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.run_directory import load_runs, no_pixels
 from lantern_bench.storage.schema import Row
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import check_writable, write_file
 
-LAYOUTS = ("geneval", "dpg", "folder")
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LAYOUTS = ("geneval", "dpg", "folder", "tokens")
+_FILES = {"folder": ".png", "tokens": ".safetensors"}  # layouts with a file for every image
 PICTURES_PER_PROMPT = 4  # of published scores, by both scorers
+
+DecoderInput: TypeAlias = "Callable[[str, Tensor], Mapping[str, Tensor]]"
+"""`Model.decoder_input` of the model with the given name."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class ExportedPrompt:
 
         Args:
             layout: One of `LAYOUTS`.
-            count: How many images of a prompt a scorer reads. A plain folder gets all.
+            count: How many images of a prompt a scorer reads. Other layouts get all.
 
         Raises:
             UserError: The prompt lacks the id that names its picture.
@@ -47,8 +54,8 @@ class ExportedPrompt:
         if layout == "dpg":
             return {f"{self._item()}.png": self.records[:count]}
         form = "{:05d}/samples/{:04d}.png"
-        if layout == "folder":
-            form = "{:05d}-{:04d}.png"
+        if layout in _FILES:
+            form = "{:05d}-{:04d}" + _FILES[layout]
             count = len(self.records)
         return {
             form.format(self.number, place): [record]
@@ -99,20 +106,27 @@ def pictures_per_prompt(cells: Mapping[str, Sequence[ExportedPrompt]]) -> int:
     return min(PICTURES_PER_PROMPT, *counts)
 
 
-def export_run(folder: Path, out: Path, layout: str) -> int:
-    """Write the pictures of a run, one folder for each cell.
+def _tokens_alone(_model: str, tokens: Tensor) -> Mapping[str, Tensor]:
+    return {"tokens": tokens}
+
+
+def export_run(
+    folder: Path, out: Path, layout: str, decoder_input: DecoderInput = _tokens_alone
+) -> int:
+    """Write the images of a run, one folder for each cell.
 
     Args:
         folder: The run directory.
         out: The folder to write, which must not exist.
         layout: One of `LAYOUTS`.
+        decoder_input: Returns the arrays that the layout `tokens` has for an image.
 
     Returns:
         How many pictures of each prompt a scorer reads.
 
     Raises:
         UserError: The prompts lack what the layout needs, or `out` exists or cannot be written.
-        RefusedError: Images or pictures of the run are missing.
+        RefusedError: Images of the run are missing, or their pictures or tokens.
     """
     if out.exists():
         raise UserError(f"DIR {out}: exists already", "Give a new folder.")
@@ -121,49 +135,82 @@ def export_run(folder: Path, out: Path, layout: str) -> int:
     if run.incomplete:
         raise RefusedError(f"{folder}: {run.incomplete}", "Scorers do not see what is missing.")
     without_pixels = no_pixels(run.manifest)
-    if without_pixels is not None:
-        raise RefusedError(f"{folder}: {without_pixels}", "Scorers need pictures.")
+    if without_pixels is not None and layout != "tokens":
+        raise RefusedError(
+            f"{folder}: {without_pixels}",
+            "Scorers need pictures. --layout tokens writes the input of the model's own decoder.",
+        )
     cells = prompts_by_cell(rows_of(run.records))
     count = pictures_per_prompt(cells)
 
+    export = _Export(run=folder, layout=layout, count=count, decoder_input=decoder_input)
     # Renamed when it is complete: a partial folder would be scored without a word.
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         for cell_id, prompts in cells.items():
             for prompt in prompts:
-                _write_prompt(prompt, layout, run=folder, folder=partial / cell_id, count=count)
+                export.write(prompt, partial / cell_id)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return count
 
 
-def _write_prompt(
-    prompt: ExportedPrompt, layout: str, *, run: Path, folder: Path, count: int
-) -> None:
-    if layout == "geneval":
-        if not {"tag", "include"} <= prompt.metadata.keys():
-            raise UserError(
-                f"--layout geneval: the prompt {prompt.text[:60]!r} has no tag and include",
-                "Decode the prompts of GenEval: sweep --prompts evaluation_metadata.jsonl",
+@dataclass(frozen=True)
+class _Export:
+    """How the prompts of a run are written."""
+
+    run: Path
+    layout: str
+    count: int  # images of a prompt that a scorer reads
+    decoder_input: DecoderInput
+
+    def write(self, prompt: ExportedPrompt, folder: Path) -> None:
+        """Write a prompt into the folder of its cell."""
+        if self.layout == "geneval":
+            _write_metadata(prompt, folder)
+        for name, records in prompt.files(self.layout, self.count).items():
+            path = folder / name
+            if path.exists():
+                raise UserError(
+                    f"--layout {self.layout}: two prompts have the id {path.stem}", "Rename one."
+                )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pictures = [self.run / record["image"] for record in records]
+            if self.layout == "dpg":
+                _write_grid(pictures, path)
+            elif self.layout == "tokens":
+                self._write_tokens(records[0], path)
+            else:
+                shutil.copyfile(pictures[0], path)
+            if self.layout in _FILES:
+                write_file(path.with_suffix(".txt"), prompt.text.encode() + b"\n")
+
+    def _write_tokens(self, record: Row, path: Path) -> None:
+        """Write the tokens of an image as a batch of one image."""
+        from safetensors.torch import save
+
+        tokens = read_tokens(self.run / record["image"])
+        if tokens is None:
+            raise RefusedError(
+                f"{self.run / record['image']}: is missing, or holds no tokens",
+                f"lantern-bench check-run {self.run} names all such files.",
             )
-        line = json.dumps({**prompt.metadata, "prompt": prompt.text})
-        write_file(folder / f"{prompt.number:05d}" / "metadata.jsonl", line.encode() + b"\n")
-    for name, records in prompt.files(layout, count).items():
-        path = folder / name
-        if path.exists():
-            raise UserError(
-                f"--layout {layout}: two prompts have the id {path.stem}", "Rename one."
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pictures = [run / record["image"] for record in records]
-        if layout == "dpg":
-            _write_grid(pictures, path)
-        else:
-            shutil.copyfile(pictures[0], path)
-        if layout == "folder":
-            write_file(path.with_suffix(".txt"), prompt.text.encode() + b"\n")
+        arrays = self.decoder_input(record["model"], tokens[None].long())
+        whole = {name: array.contiguous() for name, array in arrays.items()}
+        write_file(path, save(whole))
+
+
+def _write_metadata(prompt: ExportedPrompt, folder: Path) -> None:
+    """Write the line that GenEval reads beside the pictures of a prompt."""
+    if not {"tag", "include"} <= prompt.metadata.keys():
+        raise UserError(
+            f"--layout geneval: the prompt {prompt.text[:60]!r} has no tag and include",
+            "Decode the prompts of GenEval: sweep --prompts evaluation_metadata.jsonl",
+        )
+    line = json.dumps({**prompt.metadata, "prompt": prompt.text})
+    write_file(folder / f"{prompt.number:05d}" / "metadata.jsonl", line.encode() + b"\n")
 
 
 def _write_grid(pictures: Sequence[Path], path: Path) -> None:

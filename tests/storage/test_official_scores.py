@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from lantern_bench import load_run
 from lantern_bench.analysis.tables import write_tables
 from lantern_bench.cli.main import main
 from lantern_bench.storage.layouts import export_run
 from lantern_bench.storage.official_scores import import_scores
+from lantern_bench.storage.pictures import png_bytes
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.helpers.made_up_run import AR, STRICT, make_record, write_run
 
@@ -95,6 +99,26 @@ def quality(run: Path, cell: str) -> pd.DataFrame:
     table = write_tables(run)["quality"]
     table = table[table["cell_id"] == cell]
     return table.set_index(table["category"].fillna("all"))
+
+
+def test_tokens_of_every_image_are_exported(run: Path, tmp_path: Path) -> None:
+    for number, path in enumerate(sorted((run / "images" / AR.cell_id).iterdir())):
+        pixels = torch.zeros(SIDE, SIDE, 3, dtype=torch.uint8)
+        path.write_bytes(png_bytes(pixels, torch.tensor([number, 7])))
+    out = tmp_path / "tokens"
+    # No picture of the second cell holds tokens.
+    with pytest.raises(RefusedError, match="is missing, or holds no tokens"):
+        export_run(run, out, "tokens")
+    assert not out.exists()
+    shutil.copytree(
+        run / "images" / AR.cell_id, run / "images" / STRICT.cell_id, dirs_exist_ok=True
+    )
+    export_run(run, out, "tokens", decoder_input=lambda model, tokens: {model: tokens + 1})
+    files = sorted((out / AR.cell_id).glob("*.safetensors"))
+    assert len(files) == 25
+    assert files[7].name == "00001-0002.safetensors"  # prompt 1, repeat 2: image 11 of the run
+    assert load_file(files[7])["lanterns"].tolist() == [[12, 8]]
+    assert files[7].with_suffix(".txt").read_text() == "prompt 1\n"
 
 
 def test_geneval_there_and_back(run: Path) -> None:

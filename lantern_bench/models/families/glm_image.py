@@ -105,6 +105,21 @@ class GlmImage(WordModel):
         """Return the prompt itself: without guidance nothing reads it."""
         return prompt
 
+    def decoder_input(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Return all tokens, and each code of the fine grid twice in both directions.
+
+        So `GlmImagePipeline` of diffusers takes them as `prior_token_ids`.
+        """
+        if tokens.shape[1] != self.sizes.image_tokens:
+            raise UserError(
+                f"{self.name}: its images have {self.sizes.image_tokens} tokens, and this run's "
+                f"have {tokens.shape[1]}",
+                "Give the model file its former grid.",
+            )
+        fine = tokens[:, self.sizes.coarse_tokens :].unflatten(1, self.sizes.grid)
+        doubled = fine.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
+        return {"tokens": tokens, "prior_token_ids": doubled.flatten(1)}
+
     @property
     def _tokenizer_json(self) -> Path:
         """The file beside the weights, or where the repository has it."""

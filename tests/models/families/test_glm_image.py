@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -26,6 +27,7 @@ from lantern_bench.models.registry import model_of, models
 from lantern_bench.storage.pictures import png_bytes
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.helpers import tiny_hosted as tiny
+from tests.helpers.made_up_run import AR, make_record, write_run
 
 CAPTIONS = [
     "a red lantern over the lake",
@@ -402,17 +404,47 @@ def test_the_hosted_example_gives_positions_on_three_axes(plain: Written) -> Non
     assert greedy(model, plain.condition, mode="sjd", window=7, initial="copy") == images
 
 
-def test_the_page_doubles_codes_as_the_diffusion_pipeline_does(tmp_path: Path) -> None:
-    """The code on the page, run on a stored picture, against interpolation by the nearest code."""
-    page = (Path(__file__).parents[3] / "docs" / "glm-image.md").read_text()
-    code = page.split("```python\n")[1].split("```")[0]
+def test_exported_codes_are_doubled_as_in_the_diffusion_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code on the page, on an exported image, against interpolation by the nearest code."""
+    monkeypatch.setattr(glm_image, "_COARSE_SIDE", 16)
+    tiny.write_glm_image(tmp_path, SHAPES["plain"][0]._replace(grid=(32, 32)))
     tokens = torch.randint(16384, (1280,), generator=torch.Generator().manual_seed(0))
-    picture = tmp_path / "000000.png"
     pixels = CodeMap((32, 32), 256).pixels(tokens[None])
     assert pixels.shape == (1, 256, 256, 3)
+    record = make_record(cell=AR, prompt=0, walks=[[]], seconds=1.0)
+    record |= {"model": str(tmp_path / "model.yaml"), "prompt_source": "prompts.txt:1"}
+    run = write_run(tmp_path / "run", [record], [])
+    picture = run / record["image"]
+    picture.parent.mkdir(parents=True)
     picture.write_bytes(png_bytes(pixels[0], tokens))
+    out = tmp_path / "tokens"
+    assert main(["export", str(run), str(out), "--layout", "tokens"]) == 0
+
+    page = (Path(__file__).parents[3] / "docs" / "glm-image.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {}
-    exec(code.replace("results/RUN/images/CELL/000000.png", str(picture)), names)
+    exec(code.replace("DIR/CELL", str(out / AR.cell_id)), names)
     fine = tokens[256:].view(1, 1, 32, 32).float()
     doubled = functional.interpolate(fine, scale_factor=2, mode="nearest")
     assert names["prior_token_ids"].equal(doubled.long().view(1, -1))
+    written = load_file(out / AR.cell_id / "00000-0000.safetensors")
+    assert written["tokens"].equal(tokens[None])
+    assert (out / AR.cell_id / "00000-0000.txt").read_text() == "prompt 0\n"
+
+
+def test_codes_of_another_grid_are_doubled_row_by_row(tmp_path: Path) -> None:
+    tiny.write_glm_image(tmp_path, SHAPES["plain"][0])
+    model = model_of(str(tmp_path / "model.yaml"))
+    coarse, (rows, columns) = model.sizes.grids
+    tokens = torch.arange(coarse[0] * coarse[1] + rows * columns).expand(2, -1)
+    doubled = model.decoder_input(tokens)["prior_token_ids"].view(2, 2 * rows, 2 * columns)
+    assert (
+        doubled[0, 0, :4].tolist()
+        == [tokens[0, -rows * columns]] * 2 + [tokens[0, -rows * columns + 1]] * 2
+    )
+    assert doubled[:, ::2].equal(doubled[:, 1::2])
+    assert doubled[:, ::2, ::2].flatten(1).equal(tokens[:, -rows * columns :])
+    with pytest.raises(UserError, match="tokens, and this run's have 30"):
+        model.decoder_input(tokens[:, -30:])
