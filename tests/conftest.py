@@ -110,13 +110,13 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def published_forms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The example package `published_forms`, installed: SCD, SJD-PAC and SJD++ as published."""
+    """The example package `published_forms`, installed: methods as published."""
     from lantern_bench.methods import catalog
     from lantern_bench.methods.draftings import Mode
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "examples" / "published_forms"))
     package = importlib.import_module("published_forms")
-    for row in (package.SCD, package.SJD_PAC, package.SJD_PLUS_PLUS):
+    for row in (package.SCD, package.SJD_PAC, package.SJD_PLUS_PLUS, package.PATH_SPEC):
         monkeypatch.setitem(catalog.DRAFTINGS, row.name, row)
         monkeypatch.setitem(
             catalog.MODES,

@@ -1,4 +1,4 @@
-"""Rows of SCD, SJD-PAC and SJD++ as published, which is not lossless. No torch."""
+"""Rows of SCD, SJD-PAC, SJD++ and PathSpec as published, which is not lossless. No torch."""
 
 from dataclasses import replace
 
@@ -58,4 +58,26 @@ SJD_PLUS_PLUS = replace(
     lookahead={},
     problem=threshold_problem,
     legend="SJD++, published",
+)
+
+
+def paths_problem(values):
+    """Return the key and the sentence of a coupling, which PathSpec does not have."""
+    if values["coupling"] != "none":
+        return "coupling", "PathSpec draws every draft anew; leave it out"
+    return DRAFTINGS["jacobi"].problem(values)
+
+
+PATH_SPEC = replace(
+    DRAFTINGS["jacobi"],
+    name="pathspec-published",
+    make="published_forms.draftings:PublishedPathSpec",
+    about="PathSpec as its authors coded it, not lossless",
+    defaults={"window": 12, "initial": "uniform"},
+    chain=False,
+    lossless=False,
+    lookahead={},
+    problem=paths_problem,
+    nodes=lambda values: 2 * values["window"],
+    legend="PathSpec, published",
 )

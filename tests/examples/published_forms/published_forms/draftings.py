@@ -2,12 +2,14 @@
 
 SCD: arXiv 2510.24211 and github.com/junhyukso/SCD, its code for Lumina and Janus. SJD-PAC: arXiv
 2603.18599 and github.com/KangJialiang/SJD-PAC at 4fbc099. SJD++: arXiv 2512.07503, as its paper has
-it. docs/algorithms.md, sections 8.2, 8.3 and 8.9, have the smallest examples that show the
-difference.
+it. PathSpec: arXiv 2606.10492 and github.com/Haodong-Lei-Ray/PathSpec at 8a3df484, its code
+for Lumina. docs/algorithms.md, sections 8.2, 8.3, 8.9 and 8.11, have the smallest examples that
+show the difference.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,13 +23,14 @@ from lantern_bench.decoding.acceptance.verify import (
     bonus_distribution,
     longest_path,
     verdict_of,
+    verify,
 )
-from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
+from lantern_bench.decoding.drafting.draft_method import DraftInputs, DraftMethod, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, Redraft, couple
 from lantern_bench.decoding.drafting.pac import PacDrafting
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import sample
-from lantern_bench.decoding.tree import DraftTree
+from lantern_bench.decoding.tree import DraftTree, StaticTree
 from lantern_bench.methods.catalog import RULES
 
 
@@ -137,3 +140,88 @@ class PublishedSjdPac(PacDrafting):
             next_probs=next_probs,
             bonus=sample(next_probs, noise),
         )
+
+
+_CHAINS = 2
+
+
+class PublishedPathSpec(DraftMethod):
+    """PathSpec as its authors coded it: two Jacobi chains below one root.
+
+    Each chain is verified by itself, from the root's own p, and the longest accepted one wins; of
+    equally long ones the first. A rejection is followed by the residual of the chain that won.
+
+    Two things differ from the authors' code: a fresh draft has q = 1 / V, where they have 1, and
+    two equal drafts of a depth both stay, where they replace one by a uniform draft.
+    """
+
+    reads_last_step = True
+
+    def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
+        self.depth = decoding.value("window")
+        self.noises = 0 if decoding.greedy else _CHAINS * self.depth
+        self._chains = [JacobiDrafting(decoding, target, batch) for _ in range(_CHAINS)]
+        paths = []
+        for depth in range(self.depth):
+            paths += [(chain,) + (0,) * depth for chain in range(_CHAINS)]
+        shape = StaticTree.of(paths, target.device)
+        self.tree = shape.allocate(batch, None)
+        # Nodes behind the root are numbered depth by depth: the nodes of each chain, root first.
+        first = torch.arange(self.depth, device=target.device) * _CHAINS + 1
+        root = first.new_zeros(1)
+        self._nodes = [torch.cat([root, first + chain]) for chain in range(_CHAINS)]
+
+    def start_images(self, p: Tensor) -> None:
+        """Start new images in both chains."""
+        for chain in self._chains:
+            chain.start_images(p)
+
+    def draft(self, inputs: DraftInputs) -> None:
+        """Draft both chains with random numbers of their own."""
+        noises = inputs.noise.chunk(_CHAINS, dim=1)
+        for chain, nodes, noise in zip(self._chains, self._nodes, noises, strict=True):
+            chain.draft(inputs._replace(noise=noise))
+            self.tree.tokens.index_copy_(1, nodes, chain.tree.tokens)
+
+    def after_step(self, step: LastStep) -> None:
+        """Let each chain reuse the p rows of its own drafts, also where the other chain won."""
+        for chain, nodes in zip(self._chains, self._nodes, strict=True):
+            chain.after_step(step._replace(p=step.p[:, nodes]))
+
+    def verify(
+        self,
+        tree: DraftTree,  # each chain has a tree of its own
+        target_probs: Tensor,
+        rule: ConfiguredRule,
+        *,
+        uniforms: Tensor,
+        **noise_and_limits: Any,
+    ) -> Verdict:
+        """Accept each chain by itself; arguments as of `verify` in acceptance/verify.py."""
+        verdicts = []
+        for number, (chain, nodes) in enumerate(zip(self._chains, self._nodes, strict=True)):
+            verdict = verify(
+                chain.tree,
+                target_probs[:, nodes],
+                rule,
+                uniforms=uniforms[:, : len(nodes), number : number + 1],
+                **noise_and_limits,
+            )
+            # The nodes and the rank at the root as they are in the tree of both chains.
+            is_node = verdict.path >= 0
+            path = torch.where(is_node, nodes[verdict.path.clamp_min(0)], -1)
+            at_root = verdict.child_rank[:, :1]
+            ranks = torch.cat(
+                [torch.where(at_root == 0, number, at_root), verdict.child_rank[:, 1:]], dim=1
+            )
+            verdicts.append(replace(verdict, path=path, child_rank=ranks, visit_probability=None))
+        first, second = verdicts
+        second_wins = second.accepted > first.accepted
+
+        def winner(name: str) -> Tensor:
+            ours = getattr(first, name)
+            wins = second_wins.view(-1, *[1] * (ours.dim() - 1))
+            return torch.where(wins, getattr(second, name), ours)
+
+        names = [name for name, value in vars(first).items() if value is not None]
+        return Verdict(**{name: winner(name) for name in names})
