@@ -29,7 +29,14 @@ from lantern_bench.analysis.labels import CELL, GROUPINGS, CellKey, cell_names
 from lantern_bench.analysis.published import comparability, reproduction_rows, sources
 from lantern_bench.analysis.quality import sort_scores
 from lantern_bench.config.paper import read_paper
-from lantern_bench.methods.catalog import LOSSLESS, METRICS, MODES, OF_IMAGES, RELAXED
+from lantern_bench.methods.catalog import (
+    DRAFTINGS,
+    LOSSLESS,
+    METRICS,
+    MODES,
+    OF_IMAGES,
+    RELAXED,
+)
 from lantern_bench.report.charts import (
     DASHES,
     INTERVAL,
@@ -158,6 +165,7 @@ _ON_DARK = {
     "#882255": "#D96CA5",
     "#661100": "#D2694F",
     "#AA4499": "#D27AC2",
+    "#8B5A2B": "#C79A6B",
 }
 
 # The figure of a chart on the page, by what x is; others are of a bound. A figure with several
@@ -183,7 +191,8 @@ def _cells(
     for (key, cell), name in zip(records.items(), names, strict=True):
         style = styles[key]
         mode = str(cell.columns["mode"])
-        drafts = cell.columns["drafting"] != "none"
+        drafting = cell.columns["drafting"]
+        drafts = drafting not in DRAFTINGS or DRAFTINGS[drafting].drafts
         run, model, _ = key
         base = baseline_of(cell, [other for at, other in records.items() if at[0] == run])
         yield {

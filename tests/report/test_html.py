@@ -129,6 +129,15 @@ def test_pictures_have_figures_and_link_to_files(page_run, page):
     assert data["cells"][2]["map"] == [None] + [3.0] * 15
 
 
+def test_steps_without_drafts_have_no_map(tmp_path):
+    """The tokens of a step of ZipAR are in several rows, so its steps are no stretches."""
+    zipar = Decoding(mode="zipar", cfg_scale=2, cfg_default=2)
+    folder = write_page_run(tmp_path / "zipar", prompts=2, cells=(AR, STRICT, zipar))
+    data = data_of(render(load_runs([folder]), folder))
+    assert [cell["drafts"] for cell in data["cells"]] == [False, True, False]
+    assert [cell["map"] is None for cell in data["cells"]] == [True, False, True]
+
+
 def test_page_has_a_chart_of_every_figure(page):
     figures = data_of(page)["figures"]
     names = {figure: [chart["name"] for chart in charts] for figure, charts in figures.items()}
