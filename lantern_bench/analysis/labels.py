@@ -11,10 +11,11 @@ from lantern_bench.methods.catalog import (
     METHOD_PARAMETERS,
     MODES,
     PARAMETERS,
-    RULES,
     output_of,
 )
 from lantern_bench.methods.parameters import SAMPLING
+from lantern_bench.storage.records import rows_of
+from lantern_bench.storage.schema import Row
 
 CELL = ["run", "model", "cell_id"]
 CellKey: TypeAlias = tuple[str, str, str]  # the values of these columns
@@ -23,7 +24,7 @@ BOUNDS = {name: parameter.symbol for name, parameter in PARAMETERS.items() if pa
 
 GROUPINGS = ("mode", *BOUNDS, "tree", "temperature")  # values of --by
 
-# How settings are written, in the order of labels.
+# How settings are written.
 _METHODS = {
     "drafting": "{}",
     "rule": "{}",
@@ -49,16 +50,18 @@ for _name, _parameter in PARAMETERS.items():
 FAMILY = ("run", "model", "mode", *_METHODS, *BOUNDS, *_SAMPLING)
 """Columns that tell cells apart; without a parameter, the family in which that parameter varies."""
 
-# Labels write bounds with their symbols, in front of the other settings.
-_IN_LABELS = [name for name in _FORMATS if name not in BOUNDS]
+_SETTINGS = ("run", "model", "mode", *_FORMATS)
 
-# Values that labels leave out: plain sampling of one image at a time, and the defaults of methods.
+# Names have these wherever a cell has them, and other settings where cells differ in them.
+_ALWAYS = {"drafting", "rule", *BOUNDS}
+
+# Values that names leave out: plain sampling of one image at a time, and the defaults of methods.
 _USUAL = {name: parameter.default for name, parameter in PARAMETERS.items()}
 _USUAL |= {"batch": 1, "cfg_scale": None}  # the usual guidance depends on the model
 
 
 def labels(table: pd.DataFrame) -> list[str]:
-    """Return a label for each row, its name and its output: `LANTERN++ λ=2 (relaxed)`."""
+    """Return a label for each row, its name and its output: `lantern++ lambda=2 (relaxed)`."""
     texts = []
     for name, (_, row) in zip(cell_names(table), table.iterrows(), strict=True):
         output = output_of(str(row["drafting"]), str(row["rule"]))
@@ -67,50 +70,32 @@ def labels(table: pd.DataFrame) -> list[str]:
 
 
 def cell_names(table: pd.DataFrame) -> list[str]:
-    """Return a name for each row: `LANTERN++ λ=2`, after run and model where needed.
+    """Return a name for each row: `lantern++ lambda=2`, after run and model where needed.
 
-    The tree is named where cells differ in it, other settings where cells of the same mode differ.
+    A name is the mode and the words of `parameters`, without the words that tell no cells apart:
+    a tree that all cells share, and other settings that all cells of the mode share.
     """
     prefixes = [name for name in ("run", "model") if name in table and table[name].nunique() > 1]
-    return [" ".join(_words(row, table, prefixes)) for _, row in table.iterrows()]
+    rows = rows_of(table.filter(_SETTINGS))
+    cells = {tuple(row.values()): row for row in rows}
+    names = {}
+    for key, cell in cells.items():
+        names[key] = " ".join(_words(cell, list(cells.values()), prefixes))
+    return [names[tuple(row.values())] for row in rows]
 
 
-def _words(row: pd.Series, table: pd.DataFrame, prefixes: Sequence[str]) -> Iterator[str]:
-    """Yield the words of the name of a row."""
-    mode = str(row["mode"])
-    of_mode = MODES[mode].label if mode in MODES else mode
-    of_rule = _lossless_label(mode, str(row.get("rule")))
+def _words(cell: Row, cells: Sequence[Row], prefixes: Sequence[str]) -> Iterator[str]:
+    """Yield the words of the name of a cell among others."""
     for name in prefixes:
-        yield f"{row[name]}:"
-    yield of_rule or of_mode
-    for name, symbol in BOUNDS.items():
-        if pd.notna(row.get(name)):
-            yield f"{symbol}={row[name]:g}"
-
-    same_mode = table[table["mode"] == mode]
-    for name in _IN_LABELS:
-        value = row.get(name)
-        is_named = name == "rule" and of_rule is not None
-        if is_named or pd.isna(value) or value == _USUAL.get(name):
-            continue
-        # Methods are compared across trees: a label without the tree would credit the rule with it.
-        rivals = table[name].dropna() if name == "tree" else same_mode[name]
-        if rivals.nunique(dropna=False) <= 1:
-            continue
-        is_greedy = name == "temperature" and value == 0
-        yield "greedy" if is_greedy else _FORMATS[name].format(value)
-
-
-def _lossless_label(mode: str, rule: str) -> str | None:
-    """The label of a lossless rule in a lossless mode; None for all others."""
-    if mode not in MODES or rule not in RULES or rule == "none":
-        return None
-    row = MODES[mode]
-    if not (RULES[rule].lossless and RULES[row.rule].lossless):
-        return None
-    if rule == row.rule:
-        return row.label
-    return f"{row.label.removesuffix(f' ({row.rule})')} ({rule})"
+        yield f"{cell[name]}:"
+    yield cell["mode"]
+    same_mode = [other for other in cells if other["mode"] == cell["mode"]]
+    for name in _of_methods(cell):
+        # Methods are compared across trees: a name without the tree would credit the rule with it.
+        rivals = [other for other in cells if other["tree"]] if name == "tree" else same_mode
+        if name in _ALWAYS or len({other[name] for other in rivals}) > 1:
+            yield _FORMATS[name].format(cell[name])
+    yield from sampling(cell, same_mode)
 
 
 def parameters(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
@@ -118,12 +103,7 @@ def parameters(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
 
     Sampling settings are named where `cells` differ in them.
     """
-    names = _of_methods(cell)
-    if cell["neighbour_metric"] not in (None, _USUAL["neighbour_metric"]):
-        names.append("neighbour_metric")
-    if cell["residual"] == "official":
-        names.append("residual")
-    words = [_FORMATS[name].format(cell[name]) for name in names]
+    words = [_FORMATS[name].format(cell[name]) for name in _of_methods(cell)]
     return " ".join([*words, *sampling(cell, cells)])
 
 
@@ -131,7 +111,7 @@ def sampling(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> lis
     """Return the unusual sampling settings in which `cells` differ, in words: `T=0`, `batch=8`."""
     words = []
     for name, form in _SAMPLING.items():
-        is_usual = cell[name] in (None, _USUAL.get(name))
+        is_usual = cell.get(name) in (None, _USUAL.get(name))
         if not is_usual and len({other[name] for other in cells}) > 1:
             words.append(form.format(cell[name]))
     return words
@@ -151,4 +131,8 @@ def _of_methods(cell: Mapping[str, Any]) -> list[str]:
         is_changed = name in METHOD_PARAMETERS and cell[name] != parameter.default
         if parameter.in_id == "always" or is_changed:
             names.append(name)
+    if cell.get("neighbour_metric") not in (None, _USUAL["neighbour_metric"]):
+        names.append("neighbour_metric")
+    if cell.get("residual") == "official":
+        names.append("residual")
     return names

@@ -14,6 +14,7 @@ import pandas as pd
 
 from lantern_bench.analysis.cells import join_notes
 from lantern_bench.analysis.compare import check_comparability, differences
+from lantern_bench.analysis.labels import sampling
 from lantern_bench.analysis.statistics import Interval, settle
 from lantern_bench.analysis.tables import SPEEDUPS, one_row_per_cell
 from lantern_bench.methods.catalog import METRICS, PAIRED
@@ -139,11 +140,14 @@ def recommendation(
             "SCORED_RUN",
         )
     rows: list[Row] = []
+    every_cell = rows_of(speed["speed"])
     for cells in cells_by_sampling(speed, quality, condition):
-        if len(cells) > 1:  # one cell leaves no choice
-            rows += _recommended(cells, condition)
-    for row in rows:
-        row["note"] = join_notes([*notes, row["note"]])
+        if len(cells) == 1:  # leaves no choice
+            continue
+        words = " ".join(sampling(cells[0], every_cell))
+        for row in _recommended(cells, condition):
+            note = join_notes([*notes, row["note"]])
+            rows.append(row | {"sampling": words or None, "note": note})
     return frame("recommendation", rows)
 
 

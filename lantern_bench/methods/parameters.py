@@ -118,7 +118,7 @@ class Parameter:
     # the value ("always"); or likewise if it is not the default ("changed").
     in_id: Literal["structure", "always", "changed"] = "always"
     short: str = ""  # in ids, in place of the name
-    symbol: str | None = None  # of a rule's bound, on axes and in legends
+    symbol: str | None = None  # of the bound of a rule, in LaTeX
     unit: str = ""  # of its column
     has_column: bool = True  # where it is no part of the cell's structure
     sampled_only: bool = False  # greedy decoding ignores it

@@ -267,7 +267,7 @@ def entropy(draft: DraftView, values: Values) -> Tensor:
             "strength",
             ABOVE_0,
             "w of the first draft in Cool-SD, which accepts with w p / q: 1 is strict.",
-            symbol="w",
+            symbol="strength",
         ),
         rare(
             "decay",

@@ -330,7 +330,7 @@ def bound_charts(table: pd.DataFrame, parameters: Sequence[str]) -> Iterator[Cha
             points=_labelled(points.sort_values([parameter, "run"], kind="stable")),
             x=parameter,
             y=figure,
-            x_title=BOUNDS.get(parameter, parameter),
+            x_title=parameter.replace("_", " "),
             y_title=f"{figure.replace('_', ' ')} ({INTERVAL})",
             # Cells that differ in nothing but the parameter are one line.
             family=[name for name in FAMILY if name in points and name != parameter],

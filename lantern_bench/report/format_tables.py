@@ -117,7 +117,7 @@ def readable(table: pd.DataFrame, name: str | None = None, *, intervals: bool = 
     for column in _shown_columns(rows, name):
         is_bare = name == "summary" and column != "speedup" and not intervals
         texts[_head(rows, column)] = figure_texts(rows, column, intervals=not is_bare)
-        if column == "distance" and intervals:
+        if column == "distance" and intervals and "distance_p" in rows:
             texts[head_of("distance_p")] = figure_texts(rows, "distance_p")
     return Readable(pd.DataFrame(texts), tuple(_notes(rows, name)))
 

@@ -247,3 +247,16 @@ def test_two_runs_of_other_settings_are_joined_with_a_note() -> None:
     quality = run_with({RELAXED[0]: (0.001, 0.0, 0.002)}, cells=(RELAXED[0],))
     table = recommendation(run_with({}), quality, condition_of(None, None), notes=notes)
     assert table["note"].str.contains("bfloat16 in the second").all()
+
+
+def test_the_rows_of_a_sampling_name_it() -> None:
+    """Without the sampling, a run with greedy cells shows two rows of ar."""
+    greedy = [cell.changed(temperature=0.0) for cell in (AR, STRICT)]
+    cells = (AR, STRICT, *greedy)
+    seconds = {AR: 1.0, STRICT: 2.0, greedy[0]: 1.0, greedy[1]: 2.0}
+    tables = run_with({AR: (0.0, 0.0, 0.0)}, cells=cells, seconds=seconds)
+    table = recommendation(tables, tables, condition_of(None, None))
+    named = table.fillna({"sampling": ""}).set_index("cell_id")["sampling"]
+    assert named.to_dict() == {AR.cell_id: "", greedy[0].cell_id: "T=0"}
+    alone = run_with({AR: (0.0, 0.0, 0.0)}, cells=cells[:2], seconds=seconds)
+    assert recommendation(alone, alone, condition_of(None, None))["sampling"].isna().all()

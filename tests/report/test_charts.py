@@ -232,16 +232,16 @@ def test_plotly_has_the_points_intervals_and_cells(tables):
     assert strict["error_y"]["arrayminus"] + loose["error_y"]["arrayminus"] == pytest.approx(
         low.tolist()
     )
-    assert "speculative (strict)" in strict["hovertext"][0]
+    assert "speculative" in strict["hovertext"][0]
     front = to_plotly(front_of(tables), styles)
     assert front["layout"]["shapes"][0]["x0"] == 1.0
     assert "against speedup over AR" in front["title"]
 
 
 def test_a_line_has_the_words_that_its_points_share():
-    table = pd.DataFrame({"label": ["LANTERN λ=2 k=10", "LANTERN λ=5 k=10"]})
-    assert line_label(table) == "LANTERN k=10"
-    assert line_label(table[:1]) == "LANTERN λ=2 k=10"
+    table = pd.DataFrame({"label": ["lantern k=10 lambda=2", "lantern k=10 lambda=5"]})
+    assert line_label(table) == "lantern k=10"
+    assert line_label(table[:1]) == "lantern k=10 lambda=2"
 
 
 def bounded(**parameters):
@@ -323,7 +323,7 @@ def test_curves_by_category_have_a_panel_a_cell_and_a_line_a_category():
             assert line["rate_low"].tolist() == expected["rate_low"].tolist()
     figure = to_matplotlib(chart, styles)
     titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert titles == ["speculative (strict) (lossless)", "LANTERN++ λ=2 (relaxed)"]
+    assert titles == ["speculative (lossless)", "lantern++ lambda=2 (relaxed)"]
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["animals", r"fine \$^ detail\$"]
     colours = {axes.lines[0].get_color() for axes in figure.axes}
@@ -364,6 +364,10 @@ def test_unknown_widths_are_refused(tmp_path):
         draw_curves([], tmp_path, width="3")
 
 
+def cool_sd(strength):
+    return Decoding(mode="cool-sd", drafting="jacobi", window=8, strength=strength)
+
+
 MULTIPLICATIVE = {"mode": "lantern++", "lambda": 2, "delta": None}
 CHAIN = {"drafting": "static", "tree": "chain-4"}
 
@@ -371,24 +375,30 @@ CHAIN = {"drafting": "static", "tree": "chain-4"}
 @pytest.mark.parametrize(
     "cells",
     [
-        {  # methods as the papers name them
-            AR: "AR",
-            STRICT: "speculative (strict) small-7 (lossless)",
-            STRICT.changed(temperature=0.0): "speculative (strict) small-7 greedy (lossless)",
-            bounded(delta=0.005): "LANTERN δ=0.005 58n5d10b (relaxed)",
-            bounded(delta=0.02): "LANTERN δ=0.02 58n5d10b (relaxed)",
-            bounded(**MULTIPLICATIVE, neighbours=10): "LANTERN++ λ=2 eagle1-25 k=10 (relaxed)",
-            bounded(**MULTIPLICATIVE, neighbours=100): "LANTERN++ λ=2 eagle1-25 k=100 (relaxed)",
+        {
+            AR: "ar",
+            STRICT: "speculative small-7 (lossless)",
+            STRICT.changed(temperature=0.0): "speculative small-7 T=0 (lossless)",
+            bounded(delta=0.005): "lantern 58n5d10b delta=0.005 (relaxed)",
+            bounded(delta=0.02): "lantern 58n5d10b delta=0.02 (relaxed)",
+            bounded(**MULTIPLICATIVE, neighbours=10): "lantern++ eagle1-25 k=10 lambda=2 (relaxed)",
+            bounded(**MULTIPLICATIVE, neighbours=100): (
+                "lantern++ eagle1-25 k=100 lambda=2 (relaxed)"
+            ),
         },
         {  # one rule on two draftings is told apart
-            bounded(delta=0.1): "LANTERN δ=0.1 dynamic 58n5d10b (relaxed)",
-            bounded(delta=0.1, **CHAIN): "LANTERN δ=0.1 static chain-4 (relaxed)",
-            bounded(**MULTIPLICATIVE, tree="chain-4"): "LANTERN++ λ=2 chain-4 (relaxed)",
+            bounded(delta=0.1): "lantern 58n5d10b delta=0.1 (relaxed)",
+            bounded(delta=0.1, **CHAIN): "lantern static chain-4 delta=0.1 (relaxed)",
+            bounded(**MULTIPLICATIVE, tree="chain-4"): "lantern++ chain-4 lambda=2 (relaxed)",
         },
-        {  # a lossless rule is named once
-            STRICT: "speculative (strict) small-7 (lossless)",
-            STRICT.changed(rule="block", tree="chain-4"): "speculative (block) chain-4 (lossless)",
-            Decoding(mode="sjd", rule="block", window=8): "SJD (block) w8-row (lossless)",
+        {  # a rule that is not the mode's own is named
+            STRICT: "speculative small-7 (lossless)",
+            STRICT.changed(rule="block", tree="chain-4"): "speculative block chain-4 (lossless)",
+            Decoding(mode="sjd", rule="block", window=8): "sjd block w8-row (lossless)",
+        },
+        {  # the w of a window is no parameter of a rule
+            cool_sd(2): "cool-sd jacobi strength=2 (relaxed)",
+            cool_sd(3): "cool-sd jacobi strength=3 (relaxed)",
         },
     ],
 )
@@ -401,7 +411,7 @@ def test_labels_name_methods_and_what_differs(cells):
 
 def test_labels_name_runs_when_there_are_several(tables):
     points = acceptance_points({"a": tables, "b": tables})
-    methods = ("speculative (strict) (lossless)", "LANTERN++ λ=2 (relaxed)")
+    methods = ("speculative (lossless)", "lantern++ lambda=2 (relaxed)")
     assert set(points["label"]) == {f"{run}: {method}" for run, method in product("ab", methods)}
 
 
@@ -429,9 +439,9 @@ def test_charts_name_only_what_differs_in_them(tables):
     }
     (front,) = [front for front in fronts(runs) if front.name == "speed-quality-clip_score"]
     assert set(front.points["label"]) == {
-        "AR",
-        "speculative (strict) (lossless)",
-        "LANTERN++ λ=2 (relaxed)",
+        "ar",
+        "speculative (lossless)",
+        "lantern++ lambda=2 (relaxed)",
     }
 
 

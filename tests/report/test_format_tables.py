@@ -69,6 +69,8 @@ def test_a_wide_summary_has_all_intervals_and_the_p_value(tables):
     bare = readable(table, "summary").frame
     assert bare["distance (at least)"].iloc[2] == "0.2500"
     assert "distance p" not in bare
+    without_p = readable(table.drop(columns="distance_p"), intervals=True).frame
+    assert "distance p" not in without_p
     assert "0.2500 & [0.2000, 0.3000]" in latex(table, "summary")
 
 

@@ -80,7 +80,7 @@ def test_page_table_has_the_figures_of_the_run(page_run, page):
         speed["speedup_over_lossless"].tolist()
     )
     text = html.unescape(re.sub(r"<[^>]+>", " ", body))
-    assert re.search(r"LANTERN\+\+ +λ=2 +relaxed\s+3.22x", text)
+    assert re.search(r"lantern\+\+ +lambda=2 +relaxed\s+3.22x", text)
 
 
 def test_page_of_a_disturbed_run_has_no_other_verdict(tmp_path):
@@ -117,12 +117,12 @@ def test_pictures_have_figures_and_link_to_files(page_run, page):
         assert (page_run / picture["file"]).is_file()
         cell = data["cells"][picture["cell"]]
         steps = {
-            "AR": [1] * 15,
-            "speculative (strict)": [2] * 7 + [1],
-            "LANTERN++ λ=2": [3] * 5,
+            "ar": [1] * 15,
+            "speculative": [2] * 7 + [1],
+            "lantern++ lambda=2": [3] * 5,
         }
         assert picture["steps"] == steps[cell["name"]]
-        assert cell["drafts"] == (cell["name"] != "AR")
+        assert cell["drafts"] == (cell["name"] != "ar")
         assert (cell["map"] is not None) == cell["drafts"]
         assert "clip_score" in picture
         assert picture["prompt_accuracy"] in (0, 1)

@@ -147,22 +147,22 @@ def test_a_head_sorts_the_table_both_ways(tab: Any) -> None:
     head = tab.locator("#table thead th", has_text="MAL")
     head.locator("button").click()
     assert head.get_attribute("aria-sort") == "descending"
-    assert first_of_rows(tab) == before == ["LANTERN++ λ=2", "speculative (strict)", "AR"]
+    assert first_of_rows(tab) == before == ["lantern++ lambda=2", "speculative", "ar"]
     head.locator("button").press("Enter")
     assert head.get_attribute("aria-sort") == "ascending"
     assert first_of_rows(tab) == before[::-1]
 
 
 def test_a_chip_filters_everything(tab: Any) -> None:
-    assert columns(tab) == ["AR", "speculative (strict)", "LANTERN++ λ=2"]
-    assert maps(tab) == ["speculative (strict)", "LANTERN++ λ=2"]
+    assert columns(tab) == ["ar", "speculative", "lantern++ lambda=2"]
+    assert maps(tab) == ["speculative", "lantern++ lambda=2"]
     # By keyboard: under load a mouse button can come up after the page has moved below it.
-    tab.locator(".chip", has_text="LANTERN++").press("Enter")
-    assert columns(tab) == ["LANTERN++ λ=2"]
-    assert maps(tab) == ["LANTERN++ λ=2"]
-    assert first_of_rows(tab) == ["LANTERN++ λ=2"]
-    tab.locator(".chip", has_text="AR").first.press("Enter")
-    assert columns(tab) == ["AR", "LANTERN++ λ=2"]
+    tab.locator(".chip", has_text="lantern++").press("Enter")
+    assert columns(tab) == ["lantern++ lambda=2"]
+    assert maps(tab) == ["lantern++ lambda=2"]
+    assert first_of_rows(tab) == ["lantern++ lambda=2"]
+    tab.locator(".chip", has_text="ar").first.press("Enter")
+    assert columns(tab) == ["ar", "lantern++ lambda=2"]
     assert tab.locator("#shown").inner_text() == "cells: 2 of 3"
     tab.locator("#all").press("Enter")
     assert len(columns(tab)) == 3
@@ -170,9 +170,9 @@ def test_a_chip_filters_everything(tab: Any) -> None:
 
 def test_outputs_are_a_filter(tab: Any) -> None:
     tab.locator(".group", has_text="relaxed").press("Enter")
-    assert first_of_rows(tab) == columns(tab) == maps(tab) == ["LANTERN++ λ=2"]
+    assert first_of_rows(tab) == columns(tab) == maps(tab) == ["lantern++ lambda=2"]
     tab.locator(".group", has_text="lossless").press("Enter")
-    assert first_of_rows(tab) == ["speculative (strict)", "AR"]
+    assert first_of_rows(tab) == ["speculative", "ar"]
     assert tab.locator(".group", has_text="lossless").get_attribute("aria-pressed") == "true"
     tab.locator(".group", has_text="lossless").press("Enter")  # once more: everything
     assert len(first_of_rows(tab)) == 3
@@ -208,7 +208,7 @@ def test_files_hold_what_the_table_shows(tab: Any, page_run: Path) -> None:
     assert "clip_score" not in csv
     lines = saved(tab, "#markdown").splitlines()
     assert lines[0] == "| cell | output | speedup | MAL | emitted TV (at most) |"
-    assert lines[2].startswith("| AR | lossless | 1.00x [1.00, 1.00] | 1.00 [1.00, 1.00] |")
+    assert lines[2].startswith("| ar | lossless | 1.00x [1.00, 1.00] | 1.00 [1.00, 1.00] |")
     assert len(lines) == 4
     tab.locator("#all-columns").check()
     csv = pd.read_csv(StringIO(saved(tab, "#csv")))
@@ -229,13 +229,13 @@ def test_a_copied_link_opens_the_same_view(opening: SimpleNamespace, tab: Any) -
     other.goto(link)
     other.wait_for_selector("html[data-ready]")
     for view in (tab, other):
-        assert first_of_rows(view) == ["speculative (strict)", "AR"]
+        assert first_of_rows(view) == ["speculative", "ar"]
         assert view.locator("[aria-sort=descending]").inner_text().startswith("MAL")
         assert "red lantern 1" in view.locator("#stage-prompt").inner_text()
         assert view.evaluate("location.href") == link
     # The address of a section leaves the view as it is.
     other.locator(".links a", has_text="Pictures").click()
-    assert first_of_rows(other) == ["speculative (strict)", "AR"]
+    assert first_of_rows(other) == ["speculative", "ar"]
     other.wait_for_function(f"location.href === {json.dumps(link)}")
     # A link that names nothing of this page opens everything.
     other.goto(f"{opening.file.as_uri()}#cells=no-such-cell&sort=nothing&prompt=none")
@@ -300,8 +300,8 @@ def test_links_of_pictures_have_names(tab: Any) -> None:
 def test_a_click_on_the_front_selects_that_cell(tab: Any) -> None:
     point = tab.locator("#front .scatterlayer .trace .points path").last
     for wanted in (
-        ["LANTERN++ λ=2"],
-        ["AR", "speculative (strict)", "LANTERN++ λ=2"],
+        ["lantern++ lambda=2"],
+        ["ar", "speculative", "lantern++ lambda=2"],
     ):
         tab.locator("#front").scroll_into_view_if_needed()
         box = point.bounding_box()
@@ -309,7 +309,7 @@ def test_a_click_on_the_front_selects_that_cell(tab: Any) -> None:
         y = box["y"] + box["height"] / 2
         tab.mouse.move(x, y)
         tab.wait_for_selector("#front .hoverlayer .hovertext")
-        assert "LANTERN++" in tab.locator("#front .hoverlayer").text_content()
+        assert "lantern++" in tab.locator("#front .hoverlayer").text_content()
         tab.mouse.click(x, y)
         tab.wait_for_timeout(400)
         assert columns(tab) == wanted
@@ -343,15 +343,15 @@ def test_the_slider_goes_through_the_modes_by_keyboard(tab: Any) -> None:
         seen.append((picture_head(tab.locator("#stage-name").inner_text()), picture))
         slider.press("ArrowRight")
     assert [name for name, _ in seen] == [
-        "AR",
-        "speculative (strict)",
-        "LANTERN++ λ=2",
+        "ar",
+        "speculative",
+        "lantern++ lambda=2",
     ]
     assert len({picture for _, picture in seen}) == 3
     facts = tab.locator("#stage-facts").inner_text()
     assert "3.00" in facts
     assert re.search(r"CLIP score\s+0\.30\s", facts)  # two digits
-    assert slider.get_attribute("aria-valuetext") == "LANTERN++ λ=2"
+    assert slider.get_attribute("aria-valuetext") == "lantern++ lambda=2"
     before = tab.locator("#stage-prompt").inner_text()
     tab.locator("#stage-after").click()
     assert tab.locator("#stage-prompt").inner_text() != before
@@ -364,7 +364,7 @@ def test_ar_stands_beside_a_cell_and_under_a_swipe(tab: Any) -> None:
     tab.locator("#stage-slider").press("End")
     assert frames.get_attribute("data-view") == "beside"
     captions = tab.locator("#stage-frames figcaption").all_inner_texts()
-    assert captions == ["AR", "LANTERN++ λ=2"]
+    assert captions == ["ar", "lantern++ lambda=2"]
     tab.locator("[data-view=swipe]").press("Enter")
     swipe = tab.locator("#stage-swipe")
     clips = []
@@ -380,8 +380,8 @@ def test_ar_stands_beside_a_cell_and_under_a_swipe(tab: Any) -> None:
 def test_ar_can_be_pinned_beside_all_pictures(tab: Any) -> None:
     tab.locator(".group", has_text="relaxed").press("Enter")
     tab.locator("#pin").check()
-    assert columns(tab) == ["AR", "LANTERN++ λ=2"]
-    assert first_of_rows(tab) == ["LANTERN++ λ=2"]
+    assert columns(tab) == ["ar", "lantern++ lambda=2"]
+    assert first_of_rows(tab) == ["lantern++ lambda=2"]
     tab.locator("#pin").uncheck()
 
 
@@ -466,7 +466,7 @@ def test_page_fits_a_narrow_screen_and_paper(
     for place in ("#table tbody", "#grid thead"):
         words = tab.locator(f"{place} .word")
         assert set(words.evaluate_all(wraps)) == {"nowrap"}
-        assert " ".join(words.all_inner_texts()).count("LANTERN++ λ=2") == 1
+        assert " ".join(words.all_inner_texts()).count("lantern++ lambda=2") == 1
     menus = tab.locator(".menu").evaluate_all(
         "menus => menus.map((menu) => [menu.querySelectorAll('option').length, menu.offsetHeight])"
     )

@@ -44,14 +44,14 @@ def said(
 
 def test_a_lossless_cell_is_faster_only_if_its_whole_interval_is() -> None:
     assert said({STRICT: FAST, BLOCK: FASTER}) == [
-        "speculative (block) chain-5 is the fastest of 2 lossless cells: 2.00x [1.90, 2.10]."
+        "speculative block chain-5 is the fastest of 2 lossless cells: 2.00x [1.90, 2.10]."
     ]
     assert said({STRICT: (1.1, 0.9, 1.3)}) == [
-        "No lossless cell is shown to beat AR: speculative (strict), the only lossless cell, has "
+        "No lossless cell is shown to beat AR: speculative, the only lossless cell, has "
         "1.10x [0.90, 1.30]."
     ]
     assert said({STRICT: (3.0, None, None)}) == [
-        "No lossless cell is shown to beat AR: speculative (strict), the only lossless cell, has "
+        "No lossless cell is shown to beat AR: speculative, the only lossless cell, has "
         "3.00x without an interval."
     ]
 
@@ -59,8 +59,8 @@ def test_a_lossless_cell_is_faster_only_if_its_whole_interval_is() -> None:
 def test_a_relaxed_cell_is_named_if_speed_and_distance_are_settled() -> None:
     speedups = {LOOSE: FAST, LOOSER: FASTER}
     named = (
-        "Of 2 relaxed cells, LANTERN++ λ=2 is the fastest shown to stay within a distance of 0.01: "
-        "1.50x [1.40, 1.60]"
+        "Of 2 relaxed cells, lantern++ lambda=2 is the fastest shown to stay within a distance of "
+        "0.01: 1.50x [1.40, 1.60]"
     )
     assert said(speedups, {LOOSE: CLOSE, LOOSER: FAR}) == [f"{named}."]
     assert said(speedups, {LOOSE: CLOSE, LOOSER: UNSETTLED}) == [
@@ -98,7 +98,7 @@ def test_samplings_have_a_verdict_each() -> None:
     ]
     run = run_of(records)
     sampled, at_zero = verdicts(run, tables_of(run))
-    assert sampled.startswith("speculative (block) chain-5 is the only lossless cell: 1.50x")
+    assert sampled.startswith("speculative block chain-5 is the only lossless cell: 1.50x")
     assert at_zero.startswith("T=0: No lossless cell is shown to beat AR")
 
 
