@@ -198,7 +198,7 @@ def sums_along(
         earlier: Tokens [N] of images that count as earlier than all of these.
     """
     images = ImageLayout.of(model)
-    others = list(earlier)
+    in_order = torch.stack([*earlier, *forced.tokens])
     uncond = forced.logits.uncond
     rows = []
     for image, tokens in enumerate(forced.tokens):
@@ -207,13 +207,12 @@ def sums_along(
             cond=forced.logits.cond[image],
             uncond=None if uncond is None else uncond[image],
             q=None if q is None else q[image],
-            others=others,
+            others=in_order[: len(earlier) + image],
             images=images,
             decoding=decoding,
             dtype=dtype,
         )
         rows.append(row)
-        others.append(tokens)
     return rows
 
 
@@ -286,12 +285,23 @@ def _sums_of_image(
     cond: Tensor,
     uncond: Tensor | None,
     q: Tensor | None,
-    others: Sequence[Tensor],
+    others: Tensor,
     images: ImageLayout,
     decoding: Decoding,
     dtype: str,
 ) -> dict[str, Any]:
-    """Compute the row of one image from logits [N, V] and the drafter's q [N - 1, V]."""
+    """Compute the row of one image.
+
+    Args:
+        tokens: Its tokens [N].
+        cond: The target's logits [N, V].
+        uncond: The unconditional logits, where there is guidance.
+        q: The drafter's distributions [N - 1, V], where there is a drafter.
+        others: The tokens of the images before it, [images, N].
+        images: What the images have in common.
+        decoding: Guidance and filters.
+        dtype: The dtype of the decode steps.
+    """
     is_drawn = images.is_drawn
     logits = guide(cond, uncond, decoding.cfg_scale)
     if bool(broken_logits(logits).any()):
@@ -358,18 +368,16 @@ def _sums_of_image(
     }
 
 
-def _alike(others: Sequence[Tensor], positions: slice, p: Tensor) -> Tensor:
+def _alike(others: Tensor, positions: slice, p: Tensor) -> Tensor:
     """Return in how many other images each token has each position, [n, V] as p.
 
     The number is divided by the square root of how many images there are, so that the variances
     of all images are alike.
     """
+    tokens = others[:, positions].T
     counts = torch.zeros_like(p)
-    if others:
-        tokens = torch.stack([tokens[positions] for tokens in others], dim=1)
-        counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=p.dtype))
-        counts /= len(others) ** 0.5
-    return counts
+    counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=p.dtype))
+    return counts / max(1, len(others)) ** 0.5
 
 
 class _Sums(NamedTuple):
