@@ -13,12 +13,14 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+from filelock import FileLock
 from torch import Tensor, nn
 
 from lantern_bench.decoding.direct_program import call_and_shorten
@@ -28,6 +30,8 @@ T = TypeVar("T")
 
 ENGINE_VERSION = "12"
 """Incremented when tokens at a seed or timing change; a run never mixes two versions."""
+
+_LONGEST_COMPILATION = 300.0  # seconds to wait for another process that compiles a program
 
 _numbers = itertools.count()
 
@@ -122,7 +126,7 @@ class SavedProgram:
     def __call__(self, *arguments: Any) -> Any:
         """Run the program. The first call loads or compiles it."""
         if self._run is None:
-            program = self._load() or self._compile(arguments)
+            program = self._load() or self._compile_alone(arguments)
             result, self._run = call_and_shorten(program, arguments)
             return result
         return self._run(*arguments)
@@ -133,6 +137,16 @@ class SavedProgram:
             return self._ready(torch.compiler.load_compiled_function(content))
         except Exception:  # missing, damaged or written by another torch: compile it again
             return None
+
+    def _compile_alone(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        """Compile the program, or wait while another process compiles it, and load it."""
+        with ExitStack() as locked:
+            # Without a lock, both processes compile it.
+            with suppress(OSError, NotImplementedError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                lock = FileLock(self._path.with_suffix(".lock"), timeout=_LONGEST_COMPILATION)
+                locked.enter_context(lock)
+            return self._load() or self._compile(arguments)
 
     def _compile(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         cpu = torch.device("cpu")

@@ -52,6 +52,12 @@ class Calibrated(NamedTuple):
         return notes
 
 
+def thread_counts() -> list[int]:
+    """Return the numbers of threads that are timed: all threads, a quarter, and so on to one."""
+    most = torch.get_num_threads()
+    return sorted({max(1, most // 4**power) for power in range(most.bit_length())})
+
+
 def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibrated:
     """Time work on all threads, a quarter of them, and so on to one, in turns.
 
@@ -64,9 +70,7 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
         The smallest number of threads within 5% of the fastest.
     """
     most = torch.get_num_threads()
-    counts = sorted({max(1, most // 4**power) for power in range(most.bit_length())})
-    if recorded is not None:
-        counts = [recorded]
+    counts = thread_counts() if recorded is None else [recorded]
     rounds = _ROUNDS if len(counts) > 1 else _ROUNDS_OF_ONE
     torch.set_num_threads(counts[-1])
     work()
@@ -153,6 +157,15 @@ def choose_threads(
             write_atomically(file, content.encode() + b"\n")
 
 
+def timed_tasks(tasks: Sequence[ImageTask]) -> list[ImageTask]:
+    """Return one task of each kind that is timed, drafting or not, of the first task's model."""
+    kinds: dict[bool, ImageTask] = {}
+    for task in tasks:
+        if task.cell.model == tasks[0].cell.model:
+            kinds.setdefault(task.cell.decoding.drafts, task)
+    return list(kinds.values())
+
+
 def choose_threads_for(
     tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel], emit: Emit
 ) -> None:
@@ -165,6 +178,6 @@ def choose_threads_for(
     """
     if not tasks:
         return
-    name = tasks[0].cell.model
-    decodings = (task.cell.decoding for task in tasks if task.cell.model == name)
-    choose_threads(models[name], tasks[0].prompt.text, decodings, emit=emit)
+    decodings = [task.cell.decoding for task in timed_tasks(tasks)]
+    model = models[tasks[0].cell.model]
+    choose_threads(model, tasks[0].prompt.text, decodings, emit=emit)

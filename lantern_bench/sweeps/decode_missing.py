@@ -22,10 +22,11 @@ from lantern_bench.models.registry import model_of
 from lantern_bench.storage.run_directory import MAPS_OF_CODES, done_images
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import SCHEMA_VERSION
-from lantern_bench.sweeps.choose_threads import choose_threads_for
+from lantern_bench.sweeps.choose_threads import choose_threads_for, thread_counts, timed_tasks
 from lantern_bench.sweeps.decoder import Batch, Decoder
 from lantern_bench.sweeps.events import ImageDone, Started
 from lantern_bench.sweeps.request import Request
+from lantern_bench.sweeps.second_compiler import SecondCompiler
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import collect_garbage, now, stamp
 from lantern_bench.utils.progress import Emit, ProgressEvent
@@ -48,6 +49,7 @@ def decode_missing(request: Request, emit: Emit) -> None:
     compute, models = load_to_decode(request.experiment, emit)
     key = key_fields(models, settings, compute, cells=plan.cells)
     threads_before = torch.get_num_threads()
+    second = SecondCompiler(request, models.values())
 
     # Captions that cannot be encoded are refused before the run directory is made.
     done = done_images(request.folder)
@@ -61,7 +63,9 @@ def decode_missing(request: Request, emit: Emit) -> None:
             if threads is not None:
                 torch.set_num_threads(threads)
             else:
-                choose_threads_for(missing, models, emit)
+                timed = [(task,) for task in timed_tasks(missing)]
+                with second.compiling(timed, thread_counts()[:-1]):
+                    choose_threads_for(missing, models, emit)
             begin_run(
                 store,
                 request,
@@ -73,7 +77,7 @@ def decode_missing(request: Request, emit: Emit) -> None:
             emit(Started.of(plan, missing))
             session = store.begin_session(prepare_seconds=prepare_seconds)
             decoder = Decoder(models, compute, session, settings.redecodes)
-            _decode_batches(store, batches, decoder=decoder, emit=emit)
+            _decode_batches(store, batches, decoder=decoder, second=second, emit=emit)
         finally:
             torch.set_num_threads(threads_before)
 
@@ -100,14 +104,20 @@ def begin_run(store: RunStore, request: Request, **entries: Any) -> None:
 
 
 def _decode_batches(
-    store: RunStore, batches: Sequence[Batch], *, decoder: Decoder, emit: Emit
+    store: RunStore,
+    batches: Sequence[Batch],
+    *,
+    decoder: Decoder,
+    second: SecondCompiler,
+    emit: Emit,
 ) -> None:
     """Warm up, then decode the missing images. The session in the manifest records the end."""
     session = decoder.session
     try:
-        for note in decoder.warm_up(batches):
-            store.update_manifest()
-            emit(note)
+        with second.compiling(batches, [torch.get_num_threads()]):
+            for note in decoder.warm_up(batches):
+                store.update_manifest()
+                emit(note)
         collect_garbage()
         for batch in batches:
             signals.check()

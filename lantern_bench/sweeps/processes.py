@@ -83,34 +83,20 @@ def events_of(
     """Start a worker process and yield its events. The worker ends with this generator.
 
     Args:
-        work: A function of a module, which the worker calls with the request and an `Emit`.
+        work: As of `worker_process`.
         request: The sweep.
         name: Name of the worker in errors.
-        stderr: As of `subprocess.Popen`: where the standard error of the worker goes, by default
-            to the parent's own.
+        stderr: As of `worker_process`.
 
     Raises:
         WorkerEndedError: The worker process has ended without an error.
         RecordsFailedError: The worker gave no sign of life for `request.worker_timeout` seconds.
         LanternError: The error that the worker raised.
     """
-    parent_end, worker_end = Pipe()
-    # A new interpreter does not import the parent's main module, so a script that calls `sweep`
-    # needs no guard.
-    # In a separate session, Ctrl-C reaches only the parent, which ends the worker with one signal.
-    worker = subprocess.Popen(
-        [sys.executable, "-m", __spec__.name, str(worker_end.fileno())],
-        stdin=subprocess.DEVNULL,
-        stderr=stderr,
-        pass_fds=[worker_end.fileno()],
-        start_new_session=True,
-    )
-    worker_end.close()
     last_sign = now()
     last_event = "it started"
-    try:
+    with worker_process(work, request, stderr=stderr) as (worker, parent_end):
         with contextlib.suppress(EOFError, ConnectionError):  # the worker has ended
-            parent_end.send((work, request))
             while True:
                 signals.check()
                 if parent_end.poll(_POLL):
@@ -137,6 +123,39 @@ def events_of(
             if code < 0:
                 end = f"was ended by {signal.Signals(-code).name}"
             raise WorkerEndedError(f"{name} {end}", _ADVICE)
+
+
+@contextlib.contextmanager
+def worker_process(
+    work: Callable[[Request, Emit], object], request: Request, *, stderr: int | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], Connection[Any, Any]]]:
+    """Start a worker process, which ends with the block.
+
+    Args:
+        work: A function of a module, which the worker calls with the request and an `Emit`.
+        request: The sweep.
+        stderr: As of `subprocess.Popen`: where the standard error of the worker goes, by default
+            to the parent's own.
+
+    Yields:
+        The process, and the connection from which its events are read.
+    """
+    parent_end, worker_end = Pipe()
+    # A new interpreter does not import the parent's main module, so a script that calls `sweep`
+    # needs no guard.
+    # In a separate session, Ctrl-C reaches only the parent, which ends the worker with one signal.
+    worker = subprocess.Popen(
+        [sys.executable, "-m", __spec__.name, str(worker_end.fileno())],
+        stdin=subprocess.DEVNULL,
+        stderr=stderr,
+        pass_fds=[worker_end.fileno()],
+        start_new_session=True,
+    )
+    worker_end.close()
+    try:
+        with contextlib.suppress(ConnectionError):  # the worker has ended
+            parent_end.send((work, request))
+        yield worker, parent_end
     finally:
         _end(worker)
         parent_end.close()

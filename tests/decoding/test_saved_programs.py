@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.engine import Engine, SavedProgram
@@ -36,7 +39,7 @@ def test_compiled_steps_give_the_same_tokens_and_later_engines_load_them(
         ),
         wanted,
     )
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.glob("*.program"))) == 3
     no_compiler()
     engine = Engine(compile=True, folder=tmp_path)
     model = Small()
@@ -84,6 +87,35 @@ def test_a_damaged_file_is_compiled_again(
     later = Doubling()
     run(SavedProgram(later.step, file))
     assert later.calls.item() == 2
+
+
+def test_a_program_that_another_process_compiles_is_loaded(
+    tmp_path: Path, no_compiler: Callable[[], None]
+) -> None:
+    file = tmp_path / "doubling.program"
+    run(SavedProgram(Doubling().step, file))
+    content = file.read_bytes()
+    file.unlink()
+    no_compiler()
+    lock = FileLock(file.with_suffix(".lock"))
+    with ThreadPoolExecutor(1) as pool, lock:
+        waiting = pool.submit(run, SavedProgram(Doubling().step, file))
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=1)
+        file.write_bytes(content)
+        lock.release()
+        waiting.result()
+
+
+def test_a_file_system_without_locks_compiles_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(FileLock, "acquire", no_locks)
+    run(SavedProgram(Doubling().step, tmp_path / "doubling.program"))
+    assert [file.suffix for file in tmp_path.iterdir()] == [".program"]
 
 
 def test_what_cannot_be_saved_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

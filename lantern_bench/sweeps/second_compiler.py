@@ -1,0 +1,78 @@
+"""Compile the steps of a first start in two processes.
+
+Both compile the steps of the same batches, this process from the first and the other from the last.
+A compiled program is kept in a file (`SavedProgram`), where either process finds what the other has
+compiled.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import psutil
+import torch
+
+from lantern_bench.models.load import load_to_decode
+from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.sweeps.decoder import Batch, Decoder
+from lantern_bench.sweeps.processes import worker_process
+from lantern_bench.sweeps.request import Request
+from lantern_bench.utils.cores import cpu_quota, usable_cores
+from lantern_bench.utils.progress import Emit, ignore_events
+
+
+class SecondCompiler:
+    """A second process that compiles, where nothing is compiled yet and this machine has room."""
+
+    def __init__(self, request: Request, models: Iterable[LoadedModel]) -> None:
+        """Find out whether a second process would help.
+
+        Args:
+            request: The sweep.
+            models: The loaded models of this process.
+        """
+        self._request = request
+        folders = [model.engine.folder for model in models if model.engine.compile]
+        is_first_start = any(
+            folder is not None and not any(folder.glob("*.program")) for folder in folders
+        )
+        has_core = min(len(usable_cores()), cpu_quota() or 2) >= 2
+        # It loads the models again.
+        memory = psutil.Process().memory_info().rss
+        has_memory = memory < psutil.virtual_memory().available / 2
+        self.helps = is_first_start and has_core and has_memory
+
+    @contextmanager
+    def compiling(self, batches: Sequence[Batch], threads: Sequence[int]) -> Iterator[None]:
+        """Let the second process compile during the block, and end it with the block.
+
+        Args:
+            batches: The batches whose steps are compiled, the last one first.
+            threads: The numbers of threads for which they are compiled.
+        """
+        if not (self.helps and batches and threads):
+            yield
+            return
+        work = partial(_compile_steps, batches=batches[::-1], threads=threads)
+        # What it says, this process says too.
+        with worker_process(work, self._request, stderr=subprocess.DEVNULL):
+            yield
+
+
+def _compile_steps(
+    request: Request, _emit: Emit, *, batches: Sequence[Batch], threads: Sequence[int]
+) -> None:
+    """Compile the steps of batches, in the second process."""
+    # Imported here, because `decode_missing` uses this module.
+    from lantern_bench.sweeps.decode_missing import prepare_models
+
+    compute, models = load_to_decode(request.experiment, ignore_events)
+    prepare_models(batches, models, ignore_events)
+    decoder = Decoder(models, compute, session={"warm_up": []}, repeat_disturbed=False)
+    for count in threads:
+        torch.set_num_threads(count)
+        for _ in decoder.warm_up(batches):
+            pass
