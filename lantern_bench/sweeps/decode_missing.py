@@ -11,7 +11,6 @@ import torch
 from lantern_bench.config.experiment import Cell
 from lantern_bench.config.settings import Settings
 from lantern_bench.decoding.engine import ENGINE_VERSION
-from lantern_bench.decoding.loop import check_decodable
 from lantern_bench.devices import machine
 from lantern_bench.devices.compute import Compute
 from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
@@ -23,13 +22,13 @@ from lantern_bench.storage.run_directory import MAPS_OF_CODES, done_images
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import SCHEMA_VERSION
 from lantern_bench.sweeps.choose_threads import choose_threads_for, thread_counts, timed_tasks
-from lantern_bench.sweeps.decoder import Batch, Decoder
+from lantern_bench.sweeps.decoder import Batch, Decoder, prepare_models
 from lantern_bench.sweeps.events import ImageDone, Started
 from lantern_bench.sweeps.request import Request
 from lantern_bench.sweeps.second_compiler import SecondCompiler
 from lantern_bench.utils import signals
-from lantern_bench.utils.clock import collect_garbage, now, stamp
-from lantern_bench.utils.progress import Emit, ProgressEvent
+from lantern_bench.utils.clock import collect_garbage, stamp
+from lantern_bench.utils.progress import Emit
 
 
 def decode_missing(request: Request, emit: Emit) -> None:
@@ -127,32 +126,6 @@ def _decode_batches(
     finally:
         session |= {"ended": stamp(), "gpus_at_end": machine.gpu_blocks()}
         store.update_manifest(ended=session["ended"])
-
-
-def prepare_models(
-    batches: Sequence[Batch], models: Mapping[str, LoadedModel], emit: Emit
-) -> float:
-    """Find the nearest codes and encode the captions that the images of `batches` need.
-
-    Args:
-        batches: The images.
-        models: The loaded models by name.
-        emit: Receives the progress.
-
-    Returns:
-        The seconds that this took.
-    """
-    began = now()
-    for cell in dict.fromkeys(batch[0].cell for batch in batches):
-        with torch.inference_mode():
-            check_decodable(models[cell.model], cell.decoding)
-    prompts: dict[str, dict[str, None]] = {name: {} for name in models}
-    for batch in batches:
-        prompts[batch[0].cell.model] |= dict.fromkeys(task.prompt.text for task in batch)
-    for name, model in models.items():
-        for count, total in model.prepare(list(prompts[name])):
-            emit(ProgressEvent(f"captions for {name}", count, total))
-    return now() - began
 
 
 def _published(weights: Mapping[str, str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import torch
 
 from lantern_bench.config.experiment import Cell
 from lantern_bench.config.plan import ImageTask, record_seed
-from lantern_bench.decoding.loop import Decoded, decode
+from lantern_bench.decoding.loop import Decoded, check_decodable, decode
 from lantern_bench.decoding.step import sampling_key
 from lantern_bench.devices.compute import Compute
 from lantern_bench.devices.machine import device_columns, peak_memory_bytes, reset_peak_memory
@@ -23,7 +23,7 @@ from lantern_bench.sweeps.decoded_image import DISTURBED, DecodedImage
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import now, synchronize
 from lantern_bench.utils.errors import RecordsFailedError
-from lantern_bench.utils.progress import Note
+from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 from lantern_bench.utils.text import one_line
 
 Batch: TypeAlias = tuple[ImageTask, ...]
@@ -31,6 +31,32 @@ Batch: TypeAlias = tuple[ImageTask, ...]
 _ERROR_LENGTH = 2000  # characters of an error that a record or a manifest keeps
 _MAX_ATTEMPTS = 3  # of a disturbed batch, the first one included
 _MAX_REPEAT_SHARE = 0.25  # seconds of further attempts by seconds of first attempts in a session
+
+
+def prepare_models(
+    batches: Sequence[Batch], models: Mapping[str, LoadedModel], emit: Emit
+) -> float:
+    """Find the nearest codes and encode the captions that the images of `batches` need.
+
+    Args:
+        batches: The images.
+        models: The loaded models by name.
+        emit: Receives the progress.
+
+    Returns:
+        The seconds that this took.
+    """
+    began = now()
+    for cell in dict.fromkeys(batch[0].cell for batch in batches):
+        with torch.inference_mode():
+            check_decodable(models[cell.model], cell.decoding)
+    prompts: dict[str, dict[str, None]] = {name: {} for name in models}
+    for batch in batches:
+        prompts[batch[0].cell.model] |= dict.fromkeys(task.prompt.text for task in batch)
+    for name, model in models.items():
+        for count, total in model.prepare(list(prompts[name])):
+            emit(ProgressEvent(f"captions for {name}", count, total))
+    return now() - began
 
 
 class Result(NamedTuple):

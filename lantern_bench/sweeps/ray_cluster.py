@@ -26,8 +26,8 @@ from lantern_bench.storage.records import check_same_run
 from lantern_bench.storage.run_directory import done_images
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.sweeps.events import ImageDone, Started
-from lantern_bench.sweeps.processes import WorkerEndedError, events_of
 from lantern_bench.sweeps.request import DEFAULT_CLUSTER, Request
+from lantern_bench.sweeps.worker_process import WorkerEndedError, events_of
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import collect_garbage, now, stamp
 from lantern_bench.utils.errors import LanternError, RecordsFailedError, RefusedError
@@ -207,8 +207,8 @@ class Worker:
         from lantern_bench.devices.machine import compute_block, device_columns, machine_block
         from lantern_bench.models.load import load_to_decode
         from lantern_bench.sweeps.choose_threads import choose_threads_for
-        from lantern_bench.sweeps.decode_missing import key_fields, prepare_models
-        from lantern_bench.sweeps.decoder import Decoder
+        from lantern_bench.sweeps.decode_missing import key_fields
+        from lantern_bench.sweeps.decoder import Decoder, prepare_models
 
         settings = request.experiment.settings
         heard = list[Any]()
@@ -245,7 +245,7 @@ class Worker:
         """
         import torch
 
-        from lantern_bench.sweeps.decode_missing import prepare_models
+        from lantern_bench.sweeps.decoder import prepare_models
 
         decoder = self.decoder
         if decoder.compute.device.type == "cpu":

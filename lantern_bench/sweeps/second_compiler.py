@@ -17,9 +17,9 @@ import torch
 
 from lantern_bench.models.load import load_to_decode
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.sweeps.decoder import Batch, Decoder
-from lantern_bench.sweeps.processes import worker_process
+from lantern_bench.sweeps.decoder import Batch, Decoder, prepare_models
 from lantern_bench.sweeps.request import Request
+from lantern_bench.sweeps.worker_process import worker_process
 from lantern_bench.utils.cores import cpu_quota, usable_cores
 from lantern_bench.utils.progress import Emit, ignore_events
 
@@ -66,9 +66,6 @@ def _compile_steps(
     request: Request, _emit: Emit, *, batches: Sequence[Batch], threads: Sequence[int]
 ) -> None:
     """Compile the steps of batches, in the second process."""
-    # Imported here, because `decode_missing` uses this module.
-    from lantern_bench.sweeps.decode_missing import prepare_models
-
     compute, models = load_to_decode(request.experiment, ignore_events)
     prepare_models(batches, models, ignore_events)
     decoder = Decoder(models, compute, session={"warm_up": []}, repeat_disturbed=False)

@@ -20,7 +20,12 @@ from lantern_bench.models import registry
 from tests.helpers.tiny_model import EXPERIMENT
 
 # What commands import when they run takes seconds.
-for name in ("sweeps.decode_missing", "sweeps.processes", "checks.check_run", "analysis.tables"):
+for name in (
+    "sweeps.decode_missing",
+    "sweeps.worker_process",
+    "checks.check_run",
+    "analysis.tables",
+):
     importlib.import_module(f"lantern_bench.{name}")
 for name in ("pandas.io.formats.csvs", "scipy.stats"):
     importlib.import_module(name)

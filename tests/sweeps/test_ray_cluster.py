@@ -29,7 +29,7 @@ from lantern_bench.config.settings import Overrides
 from lantern_bench.models import registry
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.run_directory import read_manifest, read_records
-from lantern_bench.sweeps import choose_threads, decode_missing, ray_cluster
+from lantern_bench.sweeps import choose_threads, decoder, ray_cluster
 from lantern_bench.sweeps.ray_cluster import DeviceSlot, missing_of, shards_of, slots_of
 from lantern_bench.sweeps.request import prepare
 from lantern_bench.utils.errors import RefusedError, UserError
@@ -405,7 +405,7 @@ def test_what_a_worker_says_of_its_captions_reaches_the_driver(
         return 0.0
 
     monkeypatch.setattr(registry, "models", lambda: {"tiny": TinyModel()})
-    monkeypatch.setattr(decode_missing, "prepare_models", prepare_models)
+    monkeypatch.setattr(decoder, "prepare_models", prepare_models)
     monkeypatch.setattr(choose_threads, "choose_threads_for", lambda *_args, **_named: None)
     overrides = Overrides.from_flags({"images": "2", "device": "cpu"})
     request = prepare(home / "tiny.yaml", overrides, out=tmp_path / "run", ray="auto")
