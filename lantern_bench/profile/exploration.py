@@ -119,11 +119,16 @@ def explore_request(
     values = {"images": (IMAGES,), **overrides.values, "metrics": ("speed",)}
     request = prepare(source, replace(overrides, values=values))
     check_predictable(request.experiment.cells)
+    drafting = [cell for cell in request.experiment.cells if cell.decoding.drafts]
+    if not drafting:
+        raise UserError(
+            "these cells cannot be explored. None of them has drafts",
+            "Add a cell with drafts, for example `mode: speculative`.",
+        )
     if request.lacking:
         raise joined(request.lacking)
     folder = out or request.folder.with_name(f"explore-{request.experiment.run_name}")
     check_writable(folder)
-    drafting = [cell for cell in request.experiment.cells if cell.decoding.drafts]
     strict = [replace(cell, decoding=strict_of(cell.decoding)) for cell in drafting]
     cells = {(cell.model, cell.decoding): cell for cell in [*strict, *drafting]}
     experiment = replace(request.experiment, cells=tuple(cells.values()))

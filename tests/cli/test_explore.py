@@ -175,6 +175,7 @@ def test_a_grid_of_neighbours_and_a_bound_has_a_map(tmp_path: Path) -> None:
         ("{mode: sjd, window: 4}", ["sjd-jacobi-w4-row-t1", "drafts of jacobi depend on what"]),
         ("{mode: hybrid, window: 4}", ["hybrid-w4", "drafts of hybrid"]),
         ("{mode: sjd-pac, window: 4}", ["sjd-pac", "drafts of pac"]),
+        ("{mode: ar}", ["None of them has drafts"]),
         ("{mode: zipar}", ["zipar-w4-t1", "zipar verifies no drafts"]),
         ("{mode: speculative, temperature: 0}", ["-t0", "temperature 0"]),
         ("{mode: speculative}\nbatch: 4", ["speculative-static-small-7-t1", "--batch 1"]),

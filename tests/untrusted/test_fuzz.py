@@ -284,7 +284,7 @@ SMALL = ["--threads", "1", "--set", "compile=false"]
 WORDS = {
     "sweep": ["FILE", "--dry-run"],
     "reproduce": ["FILE", "--dry-run"],
-    "explore": ["FILE", "--verify", "0", "--out", "FOLDER/e"],
+    "explore": ["FILE", "--images", "1", "--device", "a100", "--verify", "0", "--out", "FOLDER/e"],
     "generate": [CAPTION, "--out", "FOLDER/p.png", "--force", *SMALL],
     "certify": ["lanterns", "--modes", "ar", "--samples", "8", "--out", "FOLDER/c", *SMALL],
     "profile": [
@@ -341,7 +341,9 @@ def command_line(
     owners = (
         mode
         for mode in MODES.values()
-        if parameter and has_parameter(parameter, mode.drafting, mode.rule)
+        if parameter
+        and has_parameter(parameter, mode.drafting, mode.rule)
+        and not (command == "explore" and mode.name == "ar")
     )
     mode = next(owners, MODES["speculative"])
     rule = RULES[mode.rule]
