@@ -53,9 +53,14 @@ def decoding(cell: str, **values: Any) -> Decoding:
     return Decoding(**{"mode": "speculative", "cfg_scale": 2.0, **CELLS[cell][1], **values})
 
 
-def decoded(model: LoadedModel, cell: str, images: int) -> Evidence:
+def decoded(model: LoadedModel, cell: str, images: int, seed: int = 0) -> Evidence:
     batches = decoded_evidence(
-        model=model, prompts=ALL, decoding=decoding(cell), images=images, tolerance=1e-3
+        model=model,
+        prompts=ALL,
+        decoding=decoding(cell),
+        images=images,
+        tolerance=1e-3,
+        seed=seed,
     )
     return joined(batches)
 
@@ -264,13 +269,12 @@ def certificates(images: Evidence, size: int) -> list[Evidence]:
 @pytest.fixture(scope="module", params=[80, pytest.param(2400, marks=pytest.mark.long)])
 def null(model: LoadedModel, request: pytest.FixtureRequest) -> dict[str, list[dict[str, float]]]:
     """The p-values of many certificates of correct rules, 25 images each, by cell."""
-    return {
-        cell: [
-            p_values(images, depth)
-            for images in certificates(decoded(model, cell, 25 * request.param), 25)
-        ]
-        for cell, (depth, _) in CELLS.items()
-    }
+    values: dict[str, list[dict[str, float]]] = {cell: [] for cell in CELLS}
+    for cell, (depth, _) in CELLS.items():
+        for seed in range(request.param // 80):
+            images = decoded(model, cell, 25 * 80, seed)
+            values[cell] += [p_values(part, depth) for part in certificates(images, 25)]
+    return values
 
 
 def test_p_values_of_correct_rules_are_uniform(null: dict[str, list[dict[str, float]]]) -> None:
