@@ -55,6 +55,8 @@ class Metric:
     on_screen: bool = False
     # whether speed is drawn against it
     on_curves: bool = True
+    # of its axis: linear below this figure, logarithmic above it; None: linear
+    linear_below: float | None = None
     # ends of intervals lie between them
     bounds: tuple[float, float] = (-inf, inf)
     # Of metrics of sets: the fewest pictures, and the fewest for each feature of the extractor

@@ -19,6 +19,7 @@ from lantern_bench.analysis.labels import BOUNDS, CELL, FAMILY, CellKey, labels
 from lantern_bench.analysis.statistics import proportion
 from lantern_bench.analysis.tables import SPEEDUPS, quality_with_speed, tables_of
 from lantern_bench.methods.catalog import METRICS, MODES, ON_CURVES
+from lantern_bench.report.format_tables import BETTER, head_of
 from lantern_bench.storage.run_directory import RunData
 from lantern_bench.storage.schema import ENDS, Row, columns, frame
 from lantern_bench.utils.errors import UserError
@@ -223,11 +224,24 @@ class Chart:
     family: Sequence[str] = tuple(CELL)  # columns that tell lines apart
     panels: Sequence[str] = ()  # columns that tell panels apart; empty: one for all lines
     x_is_count: bool = False  # whether x counts something
+    scorer: str = ""  # of y, where the run has several
+    y_linear_below: float | None = None  # y is logarithmic above it; None: linear everywhere
 
     @property
     def joined(self) -> bool:
         """Whether the points of a line are joined; on a front, only undominated points are."""
         return "dominated" not in self.points and self.x != "tree"
+
+    @property
+    def title(self) -> str:
+        """What a menu of charts shows: `distance (at least) against speedup`."""
+        title = f"{head_of(self.y)} against {head_of(self.x)}"
+        return f"{title} ({self.scorer})" if self.scorer else title
+
+    @property
+    def better_is_lower(self) -> bool:
+        """Whether the y axis points down: what is good is on top of every chart."""
+        return BETTER.get(self.y) == "lower"
 
     def in_panels(self) -> list[Chart]:
         """Return the chart of each panel, in the order of their first points."""
@@ -352,9 +366,12 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
         scorers = points.groupby(METRICS[figure].scored_by)
         for scorer, rows in scorers:
             name = f"{'speed' if speed == 'speedup' else 'length'}-quality-{figure}"
+            chart = _front(rows, name=name, speed=speed, figure=figure, scorer=str(scorer))
             if len(scorers) > 1:
-                name += f"-{_in_name(str(scorer))}"
-            yield _front(rows, name=name, speed=speed, figure=figure, scorer=str(scorer))
+                chart = replace(chart, name=f"{name}-{_in_name(chart.scorer)}")
+            else:
+                chart = replace(chart, scorer="")
+            yield chart
 
 
 def _in_name(text: str) -> str:
@@ -378,14 +395,37 @@ def _front(rows: pd.DataFrame, *, name: str, speed: str, figure: str, scorer: st
     points["dominated"] = is_dominated(
         compared, speed, figure, less_is_better=metric.better == "lower"
     )
+    scale = f", log above {metric.linear_below:g}" if metric.linear_below else ""
     return Chart(
         name=name,
         points=points,
         x=speed,
         y=figure,
         x_title=f"{SPEEDS[speed]} ({INTERVAL})",
-        y_title=f"{metric.heading}, {metric.better} is better\n({scorer})",
+        y_title=f"{metric.heading}, {metric.better} is better{scale}\n({scorer})",
+        scorer=scorer,
+        y_linear_below=metric.linear_below,
     )
+
+
+_TICKS = (0, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50)
+
+
+def symlog_ticks(linear_below: float) -> list[float]:
+    """Return the ticks of an axis that is linear below a figure and logarithmic above it."""
+    return [tick * linear_below for tick in _TICKS]
+
+
+def symlog(figures: pd.Series, linear_below: float | None) -> pd.Series:
+    """Return the places of figures on such an axis: 1 at `linear_below`, then 1 for each decade.
+
+    With None, the axis is linear and the figures are their places.
+    """
+    if linear_below is None:
+        return figures
+    ratios = figures.abs() / linear_below
+    places = ratios.where(ratios <= 1, 1 + np.log10(ratios.clip(lower=1)))
+    return places * np.sign(figures)
 
 
 def line_label(rows: pd.DataFrame) -> str:
@@ -399,13 +439,20 @@ def is_hollow(points: pd.DataFrame) -> bool:
     return "dominated" in points and bool(points["dominated"].iloc[0])
 
 
-def whiskers(points: pd.DataFrame, name: str) -> list[list[float]] | None:
-    """Return the lengths below and above each point; None for a figure without intervals."""
+def whiskers(
+    points: pd.DataFrame, name: str, linear_below: float | None = None
+) -> list[list[float]] | None:
+    """Return the lengths below and above each point; None for a figure without intervals.
+
+    Args:
+        points: The points.
+        name: The column of the figure.
+        linear_below: As in `symlog`, for lengths on such an axis.
+    """
     if f"{name}_low" not in points:
         return None
-    below = points[name] - points[f"{name}_low"]
-    above = points[f"{name}_high"] - points[name]
-    return [side.clip(lower=0).fillna(0).tolist() for side in (below, above)]
+    at, low, high = (symlog(points[f"{name}{end}"], linear_below) for end in ENDS)
+    return [side.clip(lower=0).fillna(0).tolist() for side in (at - low, high - at)]
 
 
 # ---- Colours, markers and lines of cells, the same in every picture

@@ -27,6 +27,7 @@ from lantern_bench.report.charts import (
     line_label,
     run_styles,
     styles_of,
+    symlog_ticks,
     whiskers,
 )
 from lantern_bench.storage.run_directory import RunData, load_runs
@@ -272,6 +273,12 @@ def _draw_one_panel(chart: Chart, styles: Styles, width: float) -> Figure:
     for points in lines:
         _draw_line(axes, chart, points, styles=styles)
     _limit(axes, chart)
+    if chart.better_is_lower:
+        axes.invert_yaxis()
+    if chart.y_linear_below is not None:
+        axes.set_yscale("symlog", linthresh=chart.y_linear_below)
+        ticks = symlog_ticks(chart.y_linear_below)
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     for x, y in chart.front_lines():
         axes.plot(x, y, color="#888888", linewidth=1, zorder=1)
     if chart.x == "speedup":

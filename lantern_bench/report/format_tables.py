@@ -390,8 +390,8 @@ def latex(
 
 
 BEST_NOTE = (
-    f"Best figures are marked among cells with a distance of at most {MAX_DISTANCE:g} (its whole "
-    "interval); of cells without a distance, among the lossless ones."
+    f"Bold: the best figure of a column among cells with a distance of at most {MAX_DISTANCE:g} "
+    "(its whole interval); of cells without a distance, among the lossless ones."
 )
 
 

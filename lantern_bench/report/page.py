@@ -39,7 +39,6 @@ from lantern_bench.methods.catalog import (
 )
 from lantern_bench.report.charts import (
     DASHES,
-    INTERVAL,
     MARKERS,
     SPEEDS,
     Chart,
@@ -52,6 +51,8 @@ from lantern_bench.report.charts import (
     run_styles,
     stack_runs,
     styles_of,
+    symlog,
+    symlog_ticks,
     whiskers,
 )
 from lantern_bench.report.draw import SURFACE
@@ -261,10 +262,10 @@ def to_plotly(chart: Chart, styles: Styles) -> Plain:
         `name`, `title`, `data` and `layout`. `customdata` has the number of the cell of each point,
         and `text` names the point of a front where there is room.
     """
-    traces: list[Plain] = [
-        {"x": x, "y": y, "customdata": [], "mode": "lines", "hoverinfo": "skip"}
-        for x, y in chart.front_lines()
-    ]
+    traces: list[Plain] = []
+    for x, y in chart.front_lines():
+        line = {"x": x, "y": symlog(pd.Series(y), chart.y_linear_below).tolist()}
+        traces.append(line | {"customdata": [], "mode": "lines", "hoverinfo": "skip"})
     lines = sorted(chart.lines(), key=lambda points: points[chart.x].iloc[0])
     traces += [_trace(chart, points, styles) for points in lines]
 
@@ -272,8 +273,12 @@ def to_plotly(chart: Chart, styles: Styles) -> Plain:
     if chart.x_is_count:
         x_axis["dtick"] = math.ceil(float(chart.points[chart.x].max()) / _TICKS)
     y_axis: Plain = {"title": {"text": chart.y_title.replace("\n", "<br>")}}
-    if BETTER.get(chart.y) == "lower":
+    if chart.better_is_lower:
         y_axis["autorange"] = "reversed"
+    if chart.y_linear_below is not None:
+        ticks = symlog_ticks(chart.y_linear_below)
+        y_axis["tickvals"] = symlog(pd.Series(ticks), chart.y_linear_below).tolist()
+        y_axis["ticktext"] = [f"{tick:g}" for tick in ticks]
     if chart.y in ("rate", "acceptance_rate"):
         y_axis["range"] = (0, 1.02)
     layout: Plain = {"xaxis": x_axis, "yaxis": y_axis}
@@ -281,9 +286,7 @@ def to_plotly(chart: Chart, styles: Styles) -> Plain:
         dots = {"dash": "dot", "width": 1, "color": "#888888"}
         ends = {"x0": 1.0, "x1": 1.0, "yref": "paper", "y0": 0, "y1": 1}
         layout["shapes"] = [{"type": "line", **ends, "line": dots}]
-    title = f"{chart.y_title} against {chart.x_title}".replace("\n", " ")
-    title = title.replace(f" ({INTERVAL})", "")
-    return {"name": chart.name, "title": title, "data": traces, "layout": layout}
+    return {"name": chart.name, "title": chart.title, "data": traces, "layout": layout}
 
 
 def _trace(chart: Chart, points: pd.DataFrame, styles: Styles) -> Plain:
@@ -291,25 +294,30 @@ def _trace(chart: Chart, points: pd.DataFrame, styles: Styles) -> Plain:
     hollow = is_hollow(points)
     looks = styles_of(points, styles)
     names = points["label"].tolist()
+    figures = zip(figure_texts(points, chart.x), figure_texts(points, chart.y), strict=True)
     end = "-open" if hollow else ""
     trace: Plain = {
         "name": line_label(points),
         "x": points[chart.x].tolist(),
-        "y": points[chart.y].tolist(),
+        "y": symlog(points[chart.y], chart.y_linear_below).tolist(),
         "customdata": [style.number for style in looks],
-        "hovertext": names,
-        "hovertemplate": "<b>%{hovertext}</b><br>%{x}, %{y:.4g}<extra></extra>",
+        "hovertext": [
+            f"<b>{name}</b><br>{x}, {y}" for name, (x, y) in zip(names, figures, strict=True)
+        ],
+        "hovertemplate": "%{hovertext}<extra></extra>",
         "mode": "lines+markers" if chart.joined else "markers",
         "opacity": 0.5 if hollow else 1.0,
         "marker": {"symbol": [f"{MARKERS[style.marker]}{end}" for style in looks], "size": 8},
         "line": {"dash": DASHES[looks[-1].line], "width": 1.5},
     }
     if not chart.joined:
-        trace |= {"text": names[0], "textfont": {"size": 11}}
+        trace |= {"text": names[0], "textfont": {"size": 12}}
     if "index_end" in points:
         return trace  # whiskers of many curves along an image would hide them
+    # Plotly has no axis that is linear, then logarithmic: it gets places.
+    scales = {"x": None, "y": chart.y_linear_below}
     for axis, column in (("x", chart.x), ("y", chart.y)):
-        lengths = whiskers(points, column)
+        lengths = whiskers(points, column, scales[axis])
         if lengths is not None:
             below, above = lengths
             trace[f"error_{axis}"] = {"type": "data", "arrayminus": below, "array": above}
@@ -420,7 +428,7 @@ def thumbnail(picture: Path) -> str | None:
 
 # ---- The tables of the page: the summary, published figures, settings, machine
 
-_FIRST = ("speedup", "mean_accepted_length", "distance", "emitted_tv", "distance_p")
+_FIRST = ("speedup", "distance", "mean_accepted_length", "emitted_tv", "distance_p")
 """The columns that the summary shows before its reader asks for all of them."""
 
 _ON_DEMAND = ("images", "failed", "speedup_over_lossless", "acceptance_rate", *METRICS)

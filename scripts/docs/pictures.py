@@ -16,22 +16,25 @@ import io
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from matplotlib import pyplot
+from matplotlib.axes import Axes
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageDraw, ImageFont
 
+from lantern_bench.methods.catalog import METRICS
 from lantern_bench.models.families.lanterns.modules import load_tokenizer
+from lantern_bench.report.charts import symlog_ticks
 from lantern_bench.report.draw import save_figure
 from lantern_bench.utils.files import file_sha256
-from scripts.docs.figures import Figure, cells_of
+from scripts.docs.figures import Cell, Figure, cells_of
 from scripts.docs.screenshots import photograph
 from scripts.train_lanterns.part_tasks import held_out_scenes, reconstruct
 
@@ -51,16 +54,27 @@ TOKENIZER = (
 )
 _CAPTIONS = 3
 _CELLS = (
-    "AR",
-    "block SCD w32-row-maximal (lossless)",
-    "LANTERN++ λ=5 jacobi w32-row-maximal (relaxed)",
-    "LANTERN++ λ=5 static chain-7 (relaxed)",
-    "LANTERN δ=0.1 static chain-7 k=100 (relaxed)",
+    "ar",
+    "block-scd w32-row-maximal (lossless)",
+    "lantern++ jacobi w32-row-maximal lambda=5 (relaxed)",
+    "lantern++ chain-7 lambda=5 (relaxed)",
+    "lantern static chain-7 k=100 delta=0.1 (relaxed)",
 )
 _SCENES = 1_000
-_COLUMNS = 10
+_COLUMNS = 5  # with more, the words beside the rows are too small on a page
 _SIDE = 128
 _GAP = 4
+
+
+Offset: TypeAlias = tuple[float, float]  # of words from their point, in points to the right and up
+
+
+class Point(NamedTuple):
+    """A cell in the picture `frontier.png`, with the words beside it."""
+
+    cell: str
+    words: str
+    offset: Offset
 
 
 @dataclass(frozen=True)
@@ -68,64 +82,88 @@ class Series:
     """Cells of one method in the picture `frontier.png`, joined by a line."""
 
     label: str
-    cells: tuple[str, ...]
     colour: str
-    # of the label, in points from the last cell
-    offset: tuple[float, float]
-    side: str = "left"
+    offset: Offset  # of the label from the last point
+    points: Sequence[Point]
 
 
+LARGEST = 0.5  # distance of the picture
 _WINDOW = "w32-row-maximal"
-_WINDOWS = ("w16-row-maximal", _WINDOW, "w64-row-maximal")
+ABOVE = (0, 13)
 SERIES = (
-    Series("ar", ("ar",), "black", (0, 12), "center"),
+    Series("ar", "black", (-14, 0), [Point("ar", "", ABOVE)]),
     Series(
-        "speculative: strict, block",
-        ("speculative chain-7", "speculative block chain-7"),
+        "speculative chain-7",
         "#0072B2",
-        (-8, -26),
-        "center",
+        (-6, 32),
+        [
+            Point("speculative chain-7", "strict", (-8, 15)),
+            Point("speculative block chain-7", "block", (16, 18)),
+        ],
     ),
     Series(
-        "lantern++ on a chain, λ = 2, 3, 5",
-        tuple(f"lantern++ chain-7 k=100 lambda={bound}" for bound in (2, 3, 5)),
+        "lantern++ chain-7",
         "#009E73",
-        (10, -4),
+        (66, 0),
+        [
+            Point("lantern++ chain-7 k=100 lambda=2", "lambda=2", (38, -8)),
+            Point("lantern++ chain-7 k=100 lambda=3", "lambda=3", (36, 8)),
+            Point("lantern++ chain-7 k=100 lambda=5", "lambda=5", (38, 16)),
+        ],
     ),
     Series(
-        "lantern on a chain, k = 2, 5",
-        ("lantern static chain-7 k=2 delta=0.01", "lantern static chain-7 k=5 delta=0.2"),
+        "lantern static chain-7",
         "#D55E00",
-        (14, 0),
-    ),
-    Series("entropy on a chain", ("entropy chain-7 k=100 scale=0.1",), "#CC79A7", (14, 0)),
-    Series(
-        "scd, window 16, 32, 64",
-        tuple(f"scd {window}" for window in _WINDOWS),
-        "#882255",
-        (0, -26),
-        "center",
+        (80, -2),
+        [
+            Point("lantern static chain-7 k=2 delta=0.01", "k=2 delta=0.01", (-60, -6)),
+            Point("lantern static chain-7 k=5 delta=0.2", "k=5 delta=0.2", (-54, -4)),
+        ],
     ),
     Series(
-        "block-scd, window 16, 32, 64",
-        tuple(f"block-scd {window}" for window in _WINDOWS),
+        "entropy chain-7",
+        "#CC79A7",
+        (60, 0),
+        [Point("entropy chain-7 k=100 scale=0.1", "", ABOVE)],
+    ),
+    Series(
+        "block-scd",
         "#661100",
-        (0, -44),
-        "center",
+        (-12, -36),
+        [
+            Point("block-scd w16-row-maximal", "w16", (-10, -14)),
+            Point("block-scd w32-row-maximal", "w32", (2, -14)),
+            Point("block-scd w64-row-maximal", "w64", (10, -24)),
+        ],
     ),
     Series(
-        "lantern++ on a window, λ = 2, 3, 5",
-        tuple(f"lantern++ jacobi {_WINDOW} k=100 lambda={bound}" for bound in (2, 3, 5)),
+        "scd",
+        "#882255",
+        (-60, 34),
+        [
+            Point("scd w16-row-maximal", "w16", ABOVE),
+            Point("scd w32-row-maximal", "w32", ABOVE),
+            Point("scd w64-row-maximal", "w64", ABOVE),
+        ],
+    ),
+    Series(
+        "lantern++ jacobi w32",
         "#009E73",
-        (16, 26),
-        "right",
+        (-16, -34),
+        [
+            Point(f"lantern++ jacobi {_WINDOW} k=100 lambda=2", "lambda=2", (-6, -17)),
+            Point(f"lantern++ jacobi {_WINDOW} k=100 lambda=3", "lambda=3", (-12, 19)),
+            Point(f"lantern++ jacobi {_WINDOW} k=100 lambda=5", "lambda=5", (30, -13)),
+        ],
     ),
     Series(
-        "cool-sd on a window",
-        tuple(f"cool-sd jacobi {_WINDOW} strength={strength} decay=0" for strength in (2, 3)),
-        "#56B4E9",
-        (40, -52),
-        "center",
+        "cool-sd jacobi w32",
+        "#2A86BF",
+        (4, 62),
+        [
+            Point(f"cool-sd jacobi {_WINDOW} strength=2 decay=0", "strength=2", (30, 14)),
+            Point(f"cool-sd jacobi {_WINDOW} strength=3 decay=0", "strength=3", (-42, -13)),
+        ],
     ),
 )
 
@@ -133,49 +171,57 @@ SERIES = (
 def frontier(out: Path) -> list[Path]:
     """Draw speed against distance of every cell of the run on a GPU; return the tables used."""
     cells = cells_of("frontier-h200")
-    named = set(chain.from_iterable(series.cells for series in SERIES))
-    figure, axes = pyplot.subplots(figsize=(8.6, 4.6))
+    points = chain.from_iterable(series.points for series in SERIES)
+    named = {point.cell for point in points}
+    figure, axes = pyplot.subplots(figsize=(8.6, 5.2))
     axes.axhspan(-1, 0, color="#eef3ee")
     for name, cell in cells.items():
         if name not in named and cell["temperature"].value and cell["distance"].value is not None:
             axes.plot(cell["speedup"].value, cell["distance"].value, "o", color="#aaaaaa", ms=4)
     for series in SERIES:
-        speedups = [cells[name]["speedup"] for name in series.cells]
-        distances_at = [cells[name]["distance"] for name in series.cells]
-        x = [figure.value for figure in speedups]
-        y = [figure.value for figure in distances_at]
-        axes.errorbar(
-            x,
-            y,
-            xerr=_whiskers(speedups),
-            yerr=_whiskers(distances_at),
-            fmt="o-",
-            color=series.colour,
-            ecolor=(series.colour, 0.35),
-            ms=6,
-            lw=1,
-        )
-        axes.annotate(
-            series.label,
-            (x[-1], y[-1]),
-            series.offset,
-            textcoords="offset points",
-            ha=series.side,
-            va="center",
-            color=series.colour,
-        )
-    axes.set_yscale("symlog", linthresh=0.02)  # most cells are below: they get half of the height
-    axes.set_ylim(-0.012, 0.5)
-    axes.set_yticks([0, 0.01, 0.1, 0.3], ["0", "0.01", "0.1", "0.3"])
-    axes.set_xlabel("speedup over ar on an H200, 95% intervals")
-    axes.set_ylabel("distance, at least (symlog)")
-    axes.text(0.72, -0.0105, "lossless: 0", color="#557755")
-    axes.text(3.95, -0.0105, "fast and close  ↘", color="#557755", ha="right")
-    axes.text(3.95, 0.36, "gray: other cells", color="#888888", ha="right")
+        _draw_series(axes, series, cells)
+    # As on the report page: most cells are close to 0, and what is good is on top.
+    linear_below = METRICS["distance"].linear_below or 0
+    ticks = [tick for tick in symlog_ticks(linear_below) if tick < LARGEST]
+    axes.set_yscale("symlog", linthresh=linear_below)
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_ylim(LARGEST, -0.012)
+    seconds = f"{cells['ar']['latency_s'].value:.3f} s per image"
+    axes.set_xlabel(f"speedup over ar ({seconds}) on an H200, 95% intervals")
+    axes.set_ylabel(f"distance (at least), log above {linear_below:g}")
+    axes.text(0.72, -0.0105, "distance 0: lossless", color="#557755", va="top")
+    axes.text(3.95, -0.0105, "fast and close  ↗", color="#557755", ha="right", va="top")
+    axes.text(3.95, 0.42, "gray: other cells", color="#888888", ha="right")
     axes.set_xlim(0.7, 4)
     save_figure(figure, out, dpi=160, bbox_inches="tight", metadata={"Software": None})
     folder = REFERENCE / "frontier-h200"
     return [folder / "speed.csv", folder / "quality.csv"]
+
+
+def _draw_series(axes: Axes, series: Series, cells: Mapping[str, Cell]) -> None:
+    """Draw the points of a series with their intervals and words."""
+    speedups = [cells[point.cell]["speedup"] for point in series.points]
+    distances_at = [cells[point.cell]["distance"] for point in series.points]
+    x = [figure.value for figure in speedups]
+    y = [figure.value for figure in distances_at]
+    axes.errorbar(
+        x,
+        y,
+        xerr=_whiskers(speedups),
+        yerr=_whiskers(distances_at),
+        fmt="o-",
+        color=series.colour,
+        ecolor=(series.colour, 0.35),
+        ms=6,
+        lw=1,
+    )
+    texts = [(point.words, point.offset) for point in series.points]
+    place = {"textcoords": "offset points", "ha": "center", "va": "center"}
+    for (words, offset), *at in zip(texts, x, y, strict=True):
+        axes.annotate(words, at, offset, color=series.colour, fontsize=9, **place)
+    axes.annotate(
+        series.label, (x[-1], y[-1]), series.offset, color=series.colour, weight="bold", **place
+    )
 
 
 def _whiskers(figures: Sequence[Figure]) -> list[list[float]]:
@@ -209,7 +255,7 @@ def pictures_of(page: Path) -> tuple[list[str], list[str], dict[tuple[int, int],
         if not row["repeat"]
     }
     cells = [
-        cell["name"] if cell["name"] == "AR" else f"{cell['name']} ({cell['output']})"
+        cell["name"] if cell["name"] == "ar" else f"{cell['name']} ({cell['output']})"
         for cell in data["cells"]
     ]
     return cells, data["prompts"], pictures
@@ -234,8 +280,8 @@ def family(out: Path) -> list[Path]:
         rows.permute(0, 2, 3, 1).numpy() for rows in (scenes, reconstruct(load_tokenizer(), scenes))
     ]
     rows = [[Image.fromarray(np.asarray(picture)) for picture in row] for row in painted]
-    rows.append([pictures[prompt, cells.index("AR")] for prompt in drawn])
-    sheet(rows, [], ["rendered scenes", "through the tokenizer", "sampled by AR"]).save(out)
+    rows.append([pictures[prompt, cells.index("ar")] for prompt in drawn])
+    sheet(rows, [], ["rendered scenes", "through the tokenizer", "sampled by ar"]).save(out)
     return [PAGE, TOKENIZER]
 
 
@@ -244,7 +290,7 @@ def sheet(
 ) -> Image.Image:
     """Lay pictures out in rows on white, with heads above the columns and names beside the rows."""
     step = _SIDE + _GAP
-    head = 56 if heads else 0
+    head = 72 if heads else 0  # four lines
     font = ImageFont.truetype(findfont("DejaVu Sans"), 13)
     canvas = Image.new("RGB", (step * (len(rows[0]) + 1), head + step * len(rows)), "white")
     draw = ImageDraw.Draw(canvas)
@@ -262,7 +308,7 @@ def sheet(
 
 def charts(out: Path) -> list[Path]:
     """Photograph the main chart of the report page."""
-    photograph(PAGE, {"summary": out})
+    photograph(PAGE, {"summary": out}, width=900)
     return [PAGE]
 
 

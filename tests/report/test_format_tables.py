@@ -65,12 +65,12 @@ def test_a_wide_summary_has_all_intervals_and_the_p_value(tables):
     table = table.assign(distance_low=[-0.01, -0.01, 0.2], distance_high=[0.01, 0.01, 0.3])
     shown, _ = readable(table, "summary", intervals=True)
     assert shown["distance (at least)"].iloc[2] == "0.2500 [0.2000, 0.3000]"
-    assert list(shown["distance p"]) == ["0.5", "0.5", "1e-09"]
+    assert list(shown["p (H0: lossless)"]) == ["0.5", "0.5", "1e-09"]
     bare = readable(table, "summary").frame
     assert bare["distance (at least)"].iloc[2] == "0.2500"
-    assert "distance p" not in bare
+    assert "p (H0: lossless)" not in bare
     without_p = readable(table.drop(columns="distance_p"), intervals=True).frame
-    assert "distance p" not in without_p
+    assert "p (H0: lossless)" not in without_p
     assert "0.2500 & [0.2000, 0.3000]" in latex(table, "summary")
 
 

@@ -256,6 +256,15 @@ def test_charts_are_never_sent_away(tab: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [1280, 390])
+def test_the_fastest_cell_of_the_front_has_its_name(tab: Any, width: int) -> None:
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.wait_for_timeout(600)
+    names = tab.locator("#front .scatterlayer text").all_text_contents()
+    assert any(name.startswith("lantern++") for name in names)
+    tab.set_viewport_size({"width": 1280, "height": 900})
+
+
+@pytest.mark.parametrize("width", [1280, 390])
 def test_names_of_points_cover_neither_points_nor_names(tab: Any, width: int) -> None:
     tab.set_viewport_size({"width": width, "height": 900})
     tab.wait_for_timeout(600)
@@ -374,7 +383,13 @@ def test_ar_stands_beside_a_cell_and_under_a_swipe(tab: Any) -> None:
             tab.evaluate("getComputedStyle(document.querySelector('#stage-base img')).clipPath")
         )
     assert clips == ["inset(0px 100% 0px 0px)", "inset(0px 0% 0px 0px)"]
+    swipe.press("Home")
+    handle = tab.locator(".handle")
+    picture = tab.locator("#stage-cell img").bounding_box()
+    middle = handle.bounding_box()["x"] + handle.bounding_box()["width"] / 2
+    assert middle == pytest.approx(picture["x"], abs=2)
     tab.locator("[data-view=beside]").press("Enter")
+    assert handle.is_hidden()
 
 
 def test_ar_can_be_pinned_beside_all_pictures(tab: Any) -> None:
@@ -471,6 +486,15 @@ def test_page_fits_a_narrow_screen_and_paper(
         "menus => menus.map((menu) => [menu.querySelectorAll('option').length, menu.offsetHeight])"
     )
     assert all((options > 1) == (height > 0) for options, height in menus if options)
+    cut = """() => [...document.querySelectorAll(".menu select")].flatMap((menu) => {
+        const pen = document.createElement("canvas").getContext("2d");
+        const style = getComputedStyle(menu), arrow = 16;
+        pen.font = `${style.fontSize} ${style.fontFamily}`;
+        const edges = parseFloat(style.paddingLeft) + parseFloat(style.paddingRight) + arrow;
+        return [...menu.options].map((option) => option.text).filter((text) =>
+          menu.clientWidth && pen.measureText(text).width > menu.clientWidth - edges);
+    })"""
+    assert tab.evaluate(cut) == []
     tab.set_viewport_size({"width": 1280, "height": 900})
     tab.emulate_media(media="print")
     assert tab.locator("#search").is_hidden()

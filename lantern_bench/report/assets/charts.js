@@ -48,7 +48,7 @@ function traceOf(trace) {
   const colour = colourOf(data.cells[cells.at(-1)]), shown = cells.some((cell) => state.shown.has(cell));
   const whiskers = (ends) => ends && { ...ends, color: colour, thickness: 1.2, width: 3 };
   return {
-    ...trace, opacity: shown ? trace.opacity : 0.1, text: shown ? trace.text : undefined,
+    ...trace, opacity: shown ? trace.opacity : 0.1, meta: shown ? trace.text : undefined,
     line: { ...trace.line, color: colour }, marker: { ...trace.marker, color: colour },
     error_x: whiskers(trace.error_x), error_y: whiskers(trace.error_y),
   };
@@ -63,21 +63,30 @@ function draw(id, traces, layout) {
   plot.on("plotly_click", (event) => { const cell = event.points[0].customdata; if (cell !== undefined) only([cell]); });
 }
 
-// A name stands where it covers no point and no other name, names of the front first; others are left out.
+// The name of a cell, then what is left of it where there is less room: without the output, and on the front the mode alone.
+function shortened({ meta, opacity }) {
+  const words = meta.replace(/ \((lossless|relaxed)\)$/, "").split(" "), mode = words.findIndex((word) => !word.endsWith(":"));
+  return opacity === 1 ? [meta, words.join(" "), words.slice(0, mode + 1).join(" ")] : [meta, words.join(" ")];
+}
+
+// A name stands where it covers no point and no other name, the fastest of the front first; others are left out. Names of
+// cells behind the front would fill a narrow chart.
 function placeNames(plot) {
-  const { xaxis, yaxis } = plot._fullLayout, pen = penOf(11);
-  const names = [...plot.data.entries()].filter(([, trace]) => trace.text).map(([index, trace]) => (
-    { index, trace, x: xaxis.d2p(trace.x[0]), y: yaxis.d2p(trace.y[0]), width: pen.measureText(trace.text).width }));
+  const { xaxis, yaxis } = plot._fullLayout, pen = penOf(12), isNarrow = xaxis._length < 500;
+  const names = [...plot.data.entries()].filter(([, { meta, opacity }]) => meta && (opacity === 1 || !isNarrow)).map(([index, trace]) => ({ index, trace, x: xaxis.d2p(trace.x[0]), y: yaxis.d2p(trace.y[0]) }));
   const taken = names.map(({ x, y }) => [x - 5, y - 5, x + 5, y + 5]);
   const isFree = ([left, top, right, bottom]) => left >= 0 && top >= 0 && right <= xaxis._length && bottom <= yaxis._length
     && !taken.some((box) => left < box[2] && right > box[0] && top < box[3] && bottom > box[1]);
-  for (const name of names.sort((a, b) => b.trace.opacity - a.trace.opacity)) {
-    const box = ([spot, across, down]) => { const left = name.x + across * 5 + (across - 1) * name.width / 2, top = name.y + down * 12 - 7; return [left, top, left + name.width, top + 14, spot]; };
-    taken.push(SPOTS.map(box).find(isFree) || []);
-    name.spot = taken.at(-1)[4];
+  for (const name of names.sort((a, b) => b.trace.opacity - a.trace.opacity || b.x - a.x)) {
+    const boxes = shortened(name.trace).flatMap((text) => SPOTS.map(([spot, across, down]) => {
+      const width = pen.measureText(text).width, left = name.x + across * 5 + (across - 1) * width / 2, top = name.y + down * 12 - 7;
+      return [left, top, left + width, top + 14, spot, text];
+    }));
+    taken.push(boxes.find(isFree) || []);
+    [name.spot, name.text] = [...taken.at(-1).slice(4), "top right", ""];
   }
-  const moved = names.filter(({ trace, spot }) => (trace.mode === "markers" ? undefined : trace.textposition) !== spot);
-  const changes = { mode: moved.map(({ spot }) => (spot ? "markers+text" : "markers")), textposition: moved.map(({ spot }) => spot || "top right") };
+  const moved = names.filter(({ trace, spot, text }) => trace.text !== text || trace.textposition !== spot);
+  const changes = { mode: moved.map(({ text }) => (text ? "markers+text" : "markers")), textposition: moved.map(({ spot }) => spot), text: moved.map(({ text }) => text) };
   if (moved.length) Plotly.restyle(plot, changes, moved.map(({ index }) => index));
 }
 
