@@ -25,6 +25,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -179,8 +180,20 @@ def training() -> dict[str, Row]:
     return {name: part["figures"] for name, part in report.items()}
 
 
+def durations() -> dict[str, Row]:
+    """How long each run took, from its first model to its last image."""
+    seconds = {}
+    for path in REFERENCE.rglob("manifest.json"):
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["ended"]:
+            times = [datetime.fromisoformat(manifest[name]) for name in ("started", "ended")]
+            seconds[path.parent.name] = {"minutes": (times[1] - times[0]).total_seconds() / 60}
+    return seconds
+
+
 OTHER_SOURCES: dict[str, Callable[[], dict[str, Row]]] = {
     "aa": pairs_of_runs,
+    "durations": durations,
     "training": training,
 }
 
@@ -196,7 +209,7 @@ def speed_table(run: str) -> Iterator[Sequence[str]]:
     for name, cell in sorted_cells(run, "speedup"):
         distance = str(cell["distance"])
         if cell["distance_p"].value < SIGNIFICANT:
-            distance = f"**{distance}**"
+            distance = f"{distance} †"
         length = f"{cell['mean_accepted_length']:alone}"
         yield name, output(cell), length, str(cell["speedup"]), distance, str(cell["emitted_tv"])
 
@@ -207,7 +220,7 @@ def fid_table(run: str) -> Iterator[Sequence[str]]:
     for name, cell in sorted_cells(run, "mean_accepted_length"):
         fid = f"{cell['fid']:.1f}"
         if cell["fid_verdict"].value == "outside":
-            fid = f"**{fid}**"
+            fid = f"{fid} †"
         yield name, output(cell), f"{cell['mean_accepted_length']:alone}", fid
 
 
