@@ -63,22 +63,24 @@ function draw(id, traces, layout) {
   plot.on("plotly_click", (event) => { const cell = event.points[0].customdata; if (cell !== undefined) only([cell]); });
 }
 
-// The name of a cell, then what is left of it where there is less room: without the output, and on the front the mode alone.
+// The name of a cell, then what is left of it where there is less room: without the output; on the front, mode and last setting, or the mode.
 function shortened({ meta, opacity }) {
   const words = meta.replace(/ \((lossless|relaxed)\)$/, "").split(" "), mode = words.findIndex((word) => !word.endsWith(":"));
-  return opacity === 1 ? [meta, words.join(" "), words.slice(0, mode + 1).join(" ")] : [meta, words.join(" ")];
+  const short = words.slice(0, mode + 1).join(" "), last = words.slice(mode + 1).at(-1) || "";
+  return opacity === 1 ? [meta, words.join(" "), `${short} ${last}`.trim(), short] : [meta, words.join(" ")];
 }
 
 // A name stands where it covers no point and no other name, the fastest of the front first; others are left out. Names of
 // cells behind the front would fill a narrow chart.
 function placeNames(plot) {
   const { xaxis, yaxis } = plot._fullLayout, pen = penOf(12), isNarrow = xaxis._length < 500;
-  const names = [...plot.data.entries()].filter(([, { meta, opacity }]) => meta && (opacity === 1 || !isNarrow)).map(([index, trace]) => ({ index, trace, x: xaxis.d2p(trace.x[0]), y: yaxis.d2p(trace.y[0]) }));
+  const names = [...plot.data.entries()].filter(([, trace]) => trace.meta).map(([index, trace]) => ({ index, trace, x: xaxis.d2p(trace.x[0]), y: yaxis.d2p(trace.y[0]) }));
   const taken = names.map(({ x, y }) => [x - 5, y - 5, x + 5, y + 5]);
   const isFree = ([left, top, right, bottom]) => left >= 0 && top >= 0 && right <= xaxis._length && bottom <= yaxis._length
     && !taken.some((box) => left < box[2] && right > box[0] && top < box[3] && bottom > box[1]);
   for (const name of names.sort((a, b) => b.trace.opacity - a.trace.opacity || b.x - a.x)) {
-    const boxes = shortened(name.trace).flatMap((text) => SPOTS.map(([spot, across, down]) => {
+    const wanted = name.trace.opacity < 1 && isNarrow ? [] : shortened(name.trace);
+    const boxes = wanted.flatMap((text) => SPOTS.map(([spot, across, down]) => {
       const width = pen.measureText(text).width, left = name.x + across * 5 + (across - 1) * width / 2, top = name.y + down * 12 - 7;
       return [left, top, left + width, top + 14, spot, text];
     }));
