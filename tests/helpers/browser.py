@@ -47,10 +47,11 @@ def opened(**settings: Any) -> Iterator[Any]:
     """
     from playwright.sync_api import sync_playwright
 
+    program = executable()  # asks Playwright too, which does not run twice at a time
     with sync_playwright() as playwright:
         # Without a sandbox, since containers and root have none to offer.
         arguments = ["--no-sandbox", "--disable-gpu", "--force-color-profile=srgb"]
-        browser = playwright.chromium.launch(executable_path=executable(), args=arguments)
+        browser = playwright.chromium.launch(executable_path=program, args=arguments)
         try:
             context = browser.new_context(offline=True, **settings)
             context.set_default_timeout(600_000)
