@@ -119,12 +119,12 @@ def test_a_rule_from_outside_is_swept_shown_drawn_and_measured(tmp_path: Path) -
     assert all(float(summary[cell]["mean_accepted_length"]) > 1 for cell in cells)
 
     drawn = rows(tmp_path / "run" / "figures" / "acceptance-by-depth.csv")
-    assert {f"by distance bound={bound} (relaxed)" for bound in ("0.1", "0.3", "1")} < {
+    assert {f"by-distance bound={bound} (relaxed)" for bound in ("0.1", "0.3", "1")} < {
         r["label"] for r in drawn
     }
     lengths = rows(tmp_path / "by-bound" / "mean-accepted-length-by-bound.csv")
     assert {row["bound"] for row in lengths} == set(cells.values())
-    assert "by distance bound=1" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "by-distance bound=1" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
     predicted = {row["cell_id"]: row for row in rows(tmp_path / "explored" / "surface.csv")}
     for cell in cells:
