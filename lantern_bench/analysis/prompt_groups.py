@@ -37,6 +37,21 @@ def prompt_columns(run: RunData) -> list[str]:
     return list(names)
 
 
+def grouping_columns(run: RunData) -> list[str]:
+    """Return the columns by which the prompts of a run fall into groups.
+
+    Such a column has at least two values, and on average at least two prompts for each value. An id
+    is no such column.
+    """
+    prompts = run.records.drop_duplicates("prompt_id")
+    names = []
+    for name in prompt_columns(run):
+        values = _values(prompts, name).nunique()
+        if 2 <= values <= len(prompts) / 2:
+            names.append(name)
+    return names
+
+
 def split_run(run: RunData, by: str) -> dict[str, RunData]:
     """Return the run of each group of prompts, by its value as text.
 
@@ -59,12 +74,17 @@ def split_run(run: RunData, by: str) -> dict[str, RunData]:
             advice = "They have only their text: decode prompts of a file with such a column."
         raise UserError(f"--by {by}: the prompts of {run.folder} have no such column", advice)
 
-    values = run.records["prompt_metadata"].map(lambda metadata: _value(metadata, by))
+    values = _values(run.records, by)
     groups = {}
     for value in sorted(values.unique(), key=lambda value: (value == NO_VALUE, value)):
         records = run.records[values == value].reset_index(drop=True)
         groups[value] = replace(run, records=records, scores=list(_scores_of(records, run.scores)))
     return groups
+
+
+def _values(records: pd.DataFrame, by: str) -> pd.Series:
+    """The value of a column of the prompts as text, of each record."""
+    return records["prompt_metadata"].map(lambda metadata: _value(metadata, by))
 
 
 def _value(metadata: Mapping[str, Any] | None, by: str) -> str:

@@ -16,6 +16,7 @@ import pandas as pd
 
 from lantern_bench.analysis.cells import CellRecords, run_cells
 from lantern_bench.analysis.labels import BOUNDS, CELL, FAMILY, CellKey, labels
+from lantern_bench.analysis.prompt_groups import grouping_columns, prompt_columns, tables_by
 from lantern_bench.analysis.statistics import proportion
 from lantern_bench.analysis.tables import SPEEDUPS, quality_with_speed, tables_of
 from lantern_bench.methods.catalog import METRICS, MODES, ON_CURVES
@@ -230,11 +231,18 @@ class Chart:
     @property
     def joined(self) -> bool:
         """Whether the points of a line are joined; on a front, only undominated points are."""
-        return "dominated" not in self.points and self.x != "tree"
+        return "dominated" not in self.points and self.x != "tree" and not self.of_groups
+
+    @property
+    def of_groups(self) -> bool:
+        """Whether the points of a line are groups of prompts, one below the other."""
+        return self.y == "category"
 
     @property
     def title(self) -> str:
         """What a menu of charts shows: `distance (at least) against speedup`."""
+        if self.of_groups:
+            return f"{head_of(self.x)} by {self.y_title}"
         title = f"{head_of(self.y)} against {head_of(self.x)}"
         return f"{title} ({self.scorer})" if self.scorer else title
 
@@ -288,6 +296,40 @@ def group_charts(groups: Mapping[str, Tables], by: str) -> Iterator[Chart]:
             points=points,
             panels=[name for name in chart.family if name != "run"],
         )
+
+
+def category_charts(runs: Mapping[str, RunData]) -> Iterator[Chart]:
+    """Yield a chart of the speed of each group of prompts, for each column that groups them.
+
+    The speed is the speedup, or the mean accepted length where nothing is timed.
+    """
+    names: dict[str, None] = {}
+    for run in runs.values():
+        names |= dict.fromkeys(grouping_columns(run))
+    for name in names:
+        tables = {}
+        for of_run, run in runs.items():
+            if name in prompt_columns(run):
+                # Speed needs no scores.
+                tables[of_run] = tables_by(replace(run, scores=[]), name)
+        yield from _category_chart(stack_runs(tables, "speed"), name)
+
+
+def _category_chart(speeds: pd.DataFrame, name: str) -> Iterator[Chart]:
+    """Yield the chart of groups of prompts by the column `name`; nothing without drafts."""
+    drafted = speeds[speeds["drafting"] != "none"]
+    for speed, title in SPEEDS.items():
+        points = drafted.dropna(subset=[speed])
+        if len(points):
+            yield Chart(
+                name=f"{speed.replace('_', '-')}-by-{_in_name(name)}",
+                points=_labelled(points),
+                x=speed,
+                y="category",
+                x_title=f"{title} ({INTERVAL})",
+                y_title=name,
+            )
+            return
 
 
 def _draft_charts(runs: Mapping[str, Tables]) -> Iterator[Chart]:

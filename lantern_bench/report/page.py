@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import html
 import io
 import json
 import math
@@ -14,6 +15,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, TypeAlias
 
 import jinja2
@@ -44,6 +46,7 @@ from lantern_bench.report.charts import (
     Chart,
     Styles,
     Tables,
+    category_charts,
     charts,
     curve_tables,
     is_hollow,
@@ -109,7 +112,7 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
     data = {
         "name": " + ".join(runs),
         "cells": cells,
-        "figures": _figures(tables, styles),
+        "figures": _figures(tables, styles) | {"groups": _group_figures(runs, styles)},
         "metrics": {name: METRICS[name].heading for name in OF_IMAGES},
         **pictures,
     }
@@ -252,6 +255,53 @@ def _figures(tables: Mapping[str, Tables], styles: Styles) -> dict[str, list[Pla
     return figures
 
 
+def _group_figures(runs: Mapping[str, RunData], styles: Styles) -> list[Plain]:
+    """The charts of groups of prompts, with a row for each group."""
+    figures = []
+    for chart in category_charts(runs):
+        figure = to_plotly(chart, styles)
+        prompts = chart.points.groupby("category", sort=False)["prompts"]
+        names = [_row_name(str(group), counts) for group, counts in prompts]
+        lines = 2 + max(name.count("<br>") for name in names)
+        row = max(_LINE * lines, min(_POINT * len(chart.lines()), _MOST_ROW))
+        figure["layout"] |= {
+            # Points of a row stand one below the other.
+            "scattermode": "group",
+            "height": _MARGINS + row * len(prompts),
+        }
+        # Plotly's own range would begin at 0. The figure of AR is 1.
+        ends = chart.points[[f"{chart.x}{end}" for end in ENDS]]
+        lowest = min(1.0, float(ends.min().min()))
+        highest = max(1.0, float(ends.max().max()))
+        margin = 0.04 * (highest - lowest)
+        figure["layout"]["xaxis"]["range"] = (lowest - margin, highest + margin)
+        figure["layout"]["yaxis"] |= {
+            "type": "category",
+            "autorange": "reversed",
+            "tickvals": list(prompts.groups),
+            "ticktext": names,
+        }
+        figures.append(figure)
+    return figures
+
+
+def _row_name(group: str, prompts: pd.Series) -> str:
+    """The name of a row of a chart of groups of prompts, in lines."""
+    fewest = int(prompts.min())
+    most = int(prompts.max())
+    count = f"{most} prompt{'s' if most != 1 else ''}"
+    if fewest < most:
+        count = f"{fewest} to {count}"
+    return "<br>".join([*map(html.escape, wrap(group, _NAME)), count])
+
+
+# Of charts of groups of prompts.
+_MARGINS = 80  # pixels above and below the rows
+_LINE = 17  # pixels of a line of a name
+_POINT = 11  # pixels of a row for each cell
+_MOST_ROW = 160  # pixels of the cells of a row; with more cells their points overlap
+_NAME = 16  # letters in a line of a name
+
 _TICKS = 10  # at most, on an axis that counts
 
 
@@ -289,6 +339,9 @@ def to_plotly(chart: Chart, styles: Styles) -> Plain:
     return {"name": chart.name, "title": chart.title, "data": traces, "layout": layout}
 
 
+_HOVER_OF_GROUPS = "<b>%{hovertext}</b><br>%{y}, %{x:.4g}<extra></extra>"
+
+
 def _trace(chart: Chart, points: pd.DataFrame, styles: Styles) -> Plain:
     """The trace of one line."""
     hollow = is_hollow(points)
@@ -310,7 +363,9 @@ def _trace(chart: Chart, points: pd.DataFrame, styles: Styles) -> Plain:
         "marker": {"symbol": [f"{MARKERS[style.marker]}{end}" for style in looks], "size": 8},
         "line": {"dash": DASHES[looks[-1].line], "width": 1.5},
     }
-    if not chart.joined:
+    if chart.of_groups:
+        trace |= {"orientation": "h", "hovertemplate": _HOVER_OF_GROUPS}
+    elif not chart.joined:
         trace |= {"text": names[0], "textfont": {"size": 12}}
     if "index_end" in points:
         return trace  # whiskers of many curves along an image would hide them

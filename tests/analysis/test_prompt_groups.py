@@ -10,7 +10,13 @@ import pandas as pd
 import pytest
 
 import lantern_bench
-from lantern_bench.analysis.prompt_groups import NO_VALUE, prompt_columns, split_run, tables_by
+from lantern_bench.analysis.prompt_groups import (
+    NO_VALUE,
+    grouping_columns,
+    prompt_columns,
+    split_run,
+    tables_by,
+)
 from lantern_bench.analysis.tables import NAMES, tables_of, write_tables
 from lantern_bench.storage.run_directory import RunData
 from lantern_bench.utils.errors import RefusedError, UserError
@@ -65,6 +71,16 @@ def scored(records: Iterable[Row]) -> list[Row]:
 def run() -> RunData:
     records = recorded()
     return run_of(records, scored(records))
+
+
+def test_a_column_groups_prompts_if_its_values_have_two_prompts_on_average() -> None:
+    def grouping(*categories: Any) -> list[str]:
+        return grouping_columns(run_of(recorded(categories)))
+
+    assert grouping("animals", "food", "food", "animals") == ["category"]
+    assert grouping("animals", "food", "food", None) == []  # three groups of four prompts
+    assert grouping("animals", "animals") == []
+    assert grouping_columns(run_of([make_record(cell=AR, prompt=0, walks=[[]], seconds=1)])) == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -50,6 +50,8 @@ def write_page_run(
             )
             record["order_index"] = prompt * len(cells) + number
             record["prompt"] = f"{colour} lantern {prompt}"
+            shape = "round" if prompt < 2 else "square, <b>lit</b> and loud"
+            record["prompt_metadata"] = {"id": prompt, "colour": colour, "shape": shape}
             records.append(record)
     write_run(
         folder=folder,

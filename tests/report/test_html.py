@@ -10,10 +10,12 @@ import re
 from itertools import product
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from PIL import Image
 
 from lantern_bench.analysis.cells import run_cells
+from lantern_bench.analysis.prompt_groups import tables_by
 from lantern_bench.analysis.tables import tables_of
 from lantern_bench.api import write_report
 from lantern_bench.config.decoding import Decoding
@@ -148,10 +150,64 @@ def test_page_has_a_chart_of_every_figure(page):
         "lengths": ["accepted-lengths"],
         "position": ["acceptance-by-position"],
         "bound": [],
+        "groups": ["speedup-by-colour", "speedup-by-shape"],
     }
     # One value of a bound makes no curve; the lines of a front are the front itself, and then a
     # cell each.
     assert [trace["customdata"] for trace in figures["front"][0]["data"]] == [[], [0], [1], [2]]
+
+
+def test_groups_of_prompts_have_their_speedups_and_numbers_of_prompts(tmp_path):
+    runs = load_runs([write_page_run(tmp_path / "run", prompts=12)])
+    by_colour, by_shape = data_of(render(runs, tmp_path))["figures"]["groups"]
+    assert by_colour["title"] == "speedup by colour"
+    (data,) = runs.values()
+    for chart, column in ((by_colour, "colour"), (by_shape, "shape")):
+        speed = tables_by(data, column)["speed"].set_index("cell_id")
+        assert [trace["customdata"] for trace in chart["data"]] == [[1, 1], [2, 2]]  # without ar
+        left, right = chart["layout"]["xaxis"]["range"]
+        assert 0.8 < left < 1.0
+        highest = speed[["speedup", "speedup_high"]].max().max()
+        assert highest < right < 1.1 * highest
+        for trace, cell in zip(chart["data"], (STRICT, LOOSE), strict=True):
+            rows = speed.loc[cell.cell_id]
+            assert trace["y"] == rows["category"].tolist() == chart["layout"]["yaxis"]["tickvals"]
+            assert trace["x"] == rows["speedup"].tolist()
+            below = (rows["speedup"] - rows["speedup_low"]).tolist()
+            assert trace["error_x"]["arrayminus"] == pytest.approx(pd.Series(below).fillna(0))
+            assert below[-1] > 0
+    rows = by_colour["layout"]["yaxis"]["ticktext"]
+    assert rows == ["blue<br>6 prompts", "red<br>6 prompts"]
+    # Plotly reads tags in names.
+    rows = by_shape["layout"]["yaxis"]["ticktext"]
+    assert rows[1] == "square,<br>&lt;b&gt;lit&lt;/b&gt; and<br>loud<br>10 prompts"
+
+
+def test_groups_of_untimed_prompts_have_their_accepted_lengths(tmp_path):
+    records = []
+    for prompt in range(5):
+        metadata = {"category": "few" if prompt < 2 else "many", "id": prompt}
+        walks = [[0, 0]] if prompt < 2 else [[-1], [0, 0]]
+        record = make_record(cell=STRICT, prompt=prompt, walks=walks, seconds=None)
+        records.append(record | {"prompt_metadata": metadata})
+    records[-1] |= {"status": "failed", "error": "out of memory"}
+    folder = write_run(tmp_path / "run", records, [])
+    (chart,) = data_of(render(load_runs([folder]), folder))["figures"]["groups"]
+    assert chart["name"] == "mean-accepted-length-by-category"
+    (trace,) = chart["data"]
+    assert trace["y"] == ["few", "many"]
+    assert trace["x"] == [3.0, 2.0]
+    assert chart["layout"]["yaxis"]["ticktext"] == ["few<br>2 prompts", "many<br>2 prompts"]
+
+
+def test_rows_of_several_runs_count_the_prompts_of_each(tmp_path):
+    folders = []
+    for prompts in (4, 6):
+        folders.append(write_page_run(tmp_path / f"of-{prompts}", prompts=prompts))
+    by_colour, *_ = data_of(render(load_runs(folders), tmp_path))["figures"]["groups"]
+    assert [trace["customdata"] for trace in by_colour["data"]] == [[4, 4], [1, 1], [5, 5], [2, 2]]
+    rows = by_colour["layout"]["yaxis"]["ticktext"]
+    assert rows == ["blue<br>2 to 3 prompts", "red<br>2 to 3 prompts"]
 
 
 def test_speed_against_distance_comes_first(page_run):

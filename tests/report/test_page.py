@@ -434,11 +434,36 @@ def test_theme_switches_between_light_and_dark(tab: Any) -> None:
     assert tab.evaluate(ground) == light
 
 
+def test_groups_of_prompts_are_rows_of_a_chart_with_a_menu(tab: Any) -> None:
+    def rows() -> list[str]:
+        return tab.locator("#groups .ytick text").evaluate_all(
+            "ticks => ticks.map((tick) => tick.textContent)"
+        )
+
+    menu = tab.locator("#groups-menu")
+    options = menu.locator("option").all_inner_texts()
+    assert options == ["speedup by colour", "speedup by shape"]
+    assert rows() == ["blue2 prompts", "red2 prompts"]
+    menu.select_option("1")
+    assert rows() == ["round2 prompts", "square,<b>lit</b> andloud2 prompts"]
+    tab.wait_for_timeout(600)  # the page below has moved
+    top, bottom = tab.locator("#groups .ytick text").evaluate_all(
+        "ticks => ticks.map((tick) => tick.getBoundingClientRect().y)"
+    )
+    assert top < bottom
+    # The two cells of a row stand one below the other.
+    heights = tab.locator("#groups .point").evaluate_all(
+        "points => points.map((point) => Math.round(point.getBoundingClientRect().y))"
+    )
+    assert len(set(heights)) == len(heights) == 4
+    menu.select_option("0")
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_titles_of_axes_are_whole(tab: Any, width: int) -> None:
     tab.set_viewport_size({"width": width, "height": 900})
     tab.wait_for_timeout(600)
-    for figure in ("front", "depth", "lengths", "position"):
+    for figure in ("front", "depth", "lengths", "position", "groups"):
         menu = tab.locator(f"#{figure}-menu")
         for number in range(menu.locator("option").count()):
             menu.evaluate(

@@ -93,9 +93,11 @@ function placeNames(plot) {
 }
 
 function drawFigure(id) {
-  const chart = data.figures[id][find(`#${id}-menu`).value], axes = chart.layout, { clientWidth, clientHeight } = find(`#${id}`);
-  // An axis is shorter than its chart by the labels of the other one.
-  const xaxis = themed(axes.xaxis, 0.7 * clientWidth), yaxis = themed(axes.yaxis, 0.5 * clientHeight);
+  const chart = data.figures[id][find(`#${id}-menu`).value], axes = chart.layout, plot = find(`#${id}`);
+  // The library takes the height of its place when the window changes.
+  if (axes.height) plot.style.height = `${axes.height}px`;
+  // An axis is shorter than its chart by the labels of the other one; names of groups are long.
+  const xaxis = themed(axes.xaxis, (axes.height ? 0.4 : 0.7) * plot.clientWidth), yaxis = themed(axes.yaxis, 0.5 * plot.clientHeight);
   draw(id, chart.data.map(traceOf), layoutOf({ ...axes, xaxis, yaxis }));
 }
 
