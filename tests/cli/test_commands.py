@@ -441,7 +441,7 @@ def test_report_writes_one_html_file(results, capsys):
     out = results / "both.html"
     assert cli.main(["-q", "report", "first", "second", "--out", str(out)]) == 0
     assert capsys.readouterr().err == ""
-    assert "second: AR" in out.read_text(encoding="utf-8")
+    assert "second: ar" in out.read_text(encoding="utf-8")
 
 
 def test_experiments_lists_shipped_experiments(capsys):

@@ -141,7 +141,7 @@ def test_a_mode_that_the_experiment_lacks_is_added_on_its_trees(capsys):
 )
 def test_a_model_without_a_drafter_is_offered_other_modes(refuse, capsys, command):
     typed = [*command, "lantern++", "--model", "lumina-mgpt-7b-768", "--dry-run"]
-    others = "ar, sjd, scd, block-scd, sjd++, sjd-pac, csd and addition"
+    others = "ar, sjd, scd, block-scd, sjd++, sjd-pac, csd, addition and zipar"
     refuse(typed, 3, "lantern++ needs a drafter", others, "train")
     typed[typed.index("lantern++")] = "sjd"
     assert cli.main(typed) == 0
