@@ -188,7 +188,7 @@ class Target:
         nodes: int,  # noqa: ARG002
         order: Sequence[int],  # noqa: ARG002
     ) -> TargetSession:
-        """Return a session that commits the tokens of an image in an order of its own.
+        """Return a session that commits the tokens of an image in a given order.
 
         A node sees those committed tokens whose position in the image comes before its own. The
         depth of a node is its position in the image less the number of committed tokens, and may

@@ -371,7 +371,7 @@ class _TransformerSession(CachedSession, TargetSession):
 
 
 class _OrderedSession(_TransformerSession):
-    """A session that commits the tokens of an image in an order of its own.
+    """A session that commits the tokens of an image in a given order.
 
     Args:
         model: As in `CachedSession`.

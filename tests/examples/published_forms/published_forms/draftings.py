@@ -184,13 +184,13 @@ class PublishedPathSpec(DraftMethod):
             self.tree.tokens.index_copy_(1, nodes, chain.tree.tokens)
 
     def after_step(self, step: LastStep) -> None:
-        """Let each chain reuse the p rows of its own drafts, also where the other chain won."""
+        """Let each chain reuse the p rows of its drafts, also where the other chain won."""
         for chain, nodes in zip(self._chains, self._nodes, strict=True):
             chain.after_step(step._replace(p=step.p[:, nodes]))
 
     def verify(
         self,
-        tree: DraftTree,  # each chain has a tree of its own
+        tree: DraftTree,  # not used: each chain has a separate tree
         target_probs: Tensor,
         rule: ConfiguredRule,
         *,
