@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,24 @@ def test_this_process_loads_what_the_second_one_has_compiled(
     (image,) = decode_batch(model, batches[0], compute, tokens=16)
     assert len(image.tokens) == 16
     assert not SecondCompiler(request_to_compile, models.values()).helps
+
+
+def test_the_second_process_begins_with_the_last_batch(
+    request_to_compile: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+
+    @contextmanager
+    def record(work: Any, *_: Any, **__: Any) -> Iterator[None]:
+        sent.append(work.keywords["batches"])
+        yield
+
+    monkeypatch.setattr(second_compiler, "worker_process", record)
+    _, models = load_to_decode(request_to_compile.experiment, ignore_events)
+    first = next(iter(request_to_compile.plan.batches()))
+    with SecondCompiler(request_to_compile, models.values()).compiling([first, ()], [1]):
+        pass
+    assert sent == [[(), first]]
 
 
 @pytest.mark.parametrize("lacks", ["core", "quota", "memory"])
