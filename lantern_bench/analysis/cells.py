@@ -221,10 +221,11 @@ def run_cells(run: RunData) -> list[CellRecords]:
 
 
 def _order(columns: Row) -> tuple[Any, ...]:
-    """Sort modes as the papers list them, then parameters by value: delta 0.005 before 0.02."""
+    """Sort greedy cells last, modes as the papers list them, and parameters by value."""
     numbers = [(columns[name] is not None, columns[name] or 0) for name in _NUMBERS]
     return (
         columns["model"],
+        columns["temperature"] == 0,
         _place(columns["mode"], MODES),
         columns["drafting"],
         _place(columns["rule"], RULES),

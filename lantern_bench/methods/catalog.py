@@ -49,11 +49,11 @@ RULES: dict[str, Rule] = {row.name: row for row in SHIPPED_RULES} | OUTSIDE_RULE
 
 MODES: dict[str, Mode] = {row.name: row for row in SHIPPED_MODES}
 MODES |= {
-    name: Mode(name=name, drafting=rule.drafting, rule=name, label=rule.label or name)
+    name: Mode(name=name, drafting=rule.drafting, rule=name)
     for name, rule in OUTSIDE_RULES.items()
 }
 MODES |= {
-    name: Mode(name=name, drafting=name, rule="strict", label=row.legend or name)
+    name: Mode(name=name, drafting=name, rule="strict")
     for name, row in OUTSIDE_DRAFTINGS.items()
 }
 

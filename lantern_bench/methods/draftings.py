@@ -66,8 +66,6 @@ class Drafting:
     nodes: Callable[[Values], int] = lambda _values: 0
     # values of a draft that is small enough for exact checks
     small: Values = field(default_factory=dict)
-    # name in legends of the mode that a drafting of another package adds
-    legend: str | None = None
 
     @property
     def drafts(self) -> bool:
@@ -258,7 +256,6 @@ class Mode:
     name: str
     drafting: str
     rule: str
-    label: str  # in legends
     colour: str | None = None
     # override the defaults of drafting and rule in cells that have the parameter
     defaults: Values = field(default_factory=dict)

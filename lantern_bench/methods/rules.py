@@ -46,7 +46,7 @@ RelaxedFunction: TypeAlias = "Callable[[DraftView, Values], Tensor]"
 
 @dataclass(frozen=True)
 class Rule:
-    """An acceptance rule: its function, its parameters and its name in tables and legends."""
+    """An acceptance rule: its function, its parameters and its name."""
 
     name: str
     about: str = "a rule from another package"
@@ -87,8 +87,6 @@ class Rule:
     source: str = ""
     # A rule from another package adds a mode with the rule's name. The drafting of that mode:
     drafting: str = "static"
-    # and the name of this mode in legends; None: the rule's name
-    label: str | None = None
 
     @property
     def lossless(self) -> bool:

@@ -28,7 +28,7 @@ from lantern_bench.utils.errors import UserError
 Tables: TypeAlias = Mapping[str, pd.DataFrame]  # of one run by name, as from `curve_tables`
 
 SPEEDS = {
-    "speedup": "speedup over AR",
+    "speedup": "speedup over ar",
     "mean_accepted_length": "mean accepted length (incl. bonus token)",
 }
 """The horizontal axes of speed-quality curves."""

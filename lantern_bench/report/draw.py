@@ -159,7 +159,7 @@ def draw_surface(table: pd.DataFrame, folder: Path) -> list[Path]:
         points=best.assign(label=labels(best)),
         x="predicted_speedup",
         y="distance",
-        x_title="predicted speedup over AR",
+        x_title="predicted speedup over ar",
         y_title="predicted distance",
     )
     files = []
@@ -355,7 +355,7 @@ def _draw_ar_spread(axes: Axes, chart: Chart) -> None:
     ends = [f"{chart.y}_ar_spread_low", f"{chart.y}_ar_spread_high"]
     strips = chart.points.reindex(columns=ends).dropna().drop_duplicates()
     for low, high in strips.itertuples(index=False):
-        axes.axhspan(low, high, color="#EEEEEE", zorder=0, label="95% of further sets of AR images")
+        axes.axhspan(low, high, color="#EEEEEE", zorder=0, label="95% of further sets of ar images")
 
 
 def _draw_row_ends(axes: Axes, row: int, *, tokens: int) -> None:

@@ -167,6 +167,8 @@ def worth_showing(table: pd.DataFrame, column: str, name: str = "") -> bool:
         return is_summary and column in _HEADLINE
     if is_summary and column in _OF_QUALITY:
         return column in _summary_figures(table)
+    if column == "measured" and "distance" in table:
+        return not table[column].equals(table["distance"])
     if column in ("failed", "disturbed", "held_up"):
         return bool((table[column] > 0).any())
     return column not in _OFTEN_SHARED or table[column].nunique(dropna=False) > 1
@@ -263,7 +265,7 @@ def _against_ar(table: pd.DataFrame) -> Iterator[str]:
     ]
     result = f"outside are {', '.join(cells)}; of all others" if cells else "of all cells"
     yield (
-        f"{', '.join(names)} against AR's own spread (same prompts, other seeds): {result} no "
+        f"{', '.join(names)} against ar's own spread (same prompts, other seeds): {result} no "
         f"shift is detected at {table['images'].max()} images; 80% power detects "
         f"{', '.join(shifts) or 'an unknown shift'}. Outside is drift, even where the figure "
         "improves; by chance one in 20 figures of a lossless cell is outside."

@@ -35,7 +35,6 @@ from lantern_bench.methods.catalog import (
     DRAFTINGS,
     LOSSLESS,
     METRICS,
-    MODES,
     OF_IMAGES,
     RELAXED,
 )
@@ -204,7 +203,7 @@ def _cells(
             "cell": cell.cell_id,
             "key": cell.cell_id if ids[cell.cell_id] == 1 else "/".join(key),
             "name": name,
-            "mode": MODES[mode].label if mode in MODES else mode,
+            "mode": mode,
             "output": cell.output,
             "distance": format_figure("distance", distances[key]),
             "base": None if base is None else styles[run, model, base.cell_id].number,
@@ -269,7 +268,7 @@ def _group_figures(runs: Mapping[str, RunData], styles: Styles) -> list[Plain]:
             "scattermode": "group",
             "height": _MARGINS + row * len(prompts),
         }
-        # Plotly's own range would begin at 0. The figure of AR is 1.
+        # Plotly's own range would begin at 0. The figure of ar is 1.
         ends = chart.points[[f"{chart.x}{end}" for end in ENDS]]
         lowest = min(1.0, float(ends.min().min()))
         highest = max(1.0, float(ends.max().max()))

@@ -60,7 +60,7 @@ def verdicts(run: RunData, tables: Mapping[str, pd.DataFrame]) -> list[str]:
         if sentences:
             prefix = [f"{word}:" for word in sampling(cells[0], all_cells)]
             texts.append(" ".join([*prefix, *sentences]))
-    return texts or ["No speedup over AR was measured."]
+    return texts or ["No speedup over ar was measured."]
 
 
 def _of_lossless(cells: Sequence[Row]) -> list[str]:
@@ -75,7 +75,7 @@ def _of_lossless(cells: Sequence[Row]) -> list[str]:
     if _beats_ar(fastest):
         return [f"{fastest['name']} is {choice}: {_speedup(fastest)}."]
     return [
-        f"No lossless cell is shown to beat AR: {fastest['name']}, {choice}, has "
+        f"No lossless cell is shown to beat ar: {fastest['name']}, {choice}, has "
         f"{_speedup(fastest)}."
     ]
 
@@ -90,7 +90,7 @@ def _of_relaxed(cells: Sequence[Row]) -> list[str]:
         return ["The distance of the relaxed cells was not measured."]
 
     limit = f"within a distance of {MAX_DISTANCE:g}"
-    text = f"No relaxed cell is shown to beat AR {limit}"
+    text = f"No relaxed cell is shown to beat ar {limit}"
     which = ""
     if KEEPS in found:
         place = found.index(KEEPS)

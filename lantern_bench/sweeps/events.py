@@ -66,6 +66,9 @@ def shown_by(progress: Progress, on_note: Callable[[Note], None]) -> Callable[[E
                     if task.cell.decoding.mode != "ar" and record["mean_accepted_length"]:
                         figures["mal"].append(record["mean_accepted_length"])
                 means = {key: fmean(values) for key, values in figures.items() if values}
-                progress.share("images", done, images, **means)
+                # The time before the first image, for example to compile, says nothing on the others.
+                progress.share(
+                    "images", done, images, elapsed=record.get("seconds") or 0.0, **means
+                )
 
     return show

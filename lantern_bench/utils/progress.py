@@ -95,6 +95,7 @@ class Progress:
     """
 
     # Of the running task.
+    _done: float
     _figures: str
     _start_time: float
     _line_time: float
@@ -120,12 +121,18 @@ class Progress:
             description: Names the task. A new description ends the last task.
             done: How much is done.
             total: When the task is done; 1 if `done` is a fraction.
-            elapsed: Seconds since a task began that is shown late. It ends when it is done.
+            elapsed: Seconds since the first part began, of a task that is shown earlier or later.
+                Only they count for the time left. The task ends when it is done.
             **figures: Figures that are shown beside the progress.
         """
         if description != self._description:
             self.close()
             self._start(description, total, elapsed)
+        if elapsed and self._done == 0:
+            waited = now() - elapsed - self._start_time
+            self._start_time += waited
+            if self._bar is not None:
+                self._bar.start_t += waited
         words = []
         for name, value in figures.items():
             text = value if isinstance(value, str) else f"{value:.3g}"
@@ -157,8 +164,9 @@ class Progress:
         self._description = description
         self._total = total
         self._figures = ""
+        self._done = 0.0
         self._line_time = now()
-        self._start_time = now() - elapsed
+        self._start_time = now()
         if self._stream is None and elapsed:
             self._line_time -= _LOG_SECONDS  # the first line says how much is done
             return
@@ -176,7 +184,6 @@ class Progress:
             smoothing=0,
             bar_format=f"{{l_bar}}{{bar}}|{count} {{elapsed}}, {{remaining}} left{{postfix}}",
         )
-        self._bar.start_t -= elapsed
 
     def _log(self, time: str) -> None:
         """Write a line: how much of the task is done, the time, and the figures."""

@@ -260,7 +260,7 @@ def test_a_figure_is_within_or_outside_the_spread_of_ar():
     assert _row(tables["summary"], LOOSE)["fid_verdict"] == "outside", "a gain is drift too"
     notes = " ".join(readable(tables["summary"], "summary").notes)
     assert (
-        "fid against AR's own spread (same prompts, other seeds): "
+        "fid against ar's own spread (same prompts, other seeds): "
         f"outside are {LOOSE.cell_id} (fid); of all" in notes
     )
     # The longer side of the interval is 2 long: 1.96 standard errors, and power .8 takes .84 more.

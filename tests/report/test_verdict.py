@@ -47,11 +47,11 @@ def test_a_lossless_cell_is_faster_only_if_its_whole_interval_is() -> None:
         "speculative block chain-5 is the fastest of 2 lossless cells: 2.00x [1.90, 2.10]."
     ]
     assert said({STRICT: (1.1, 0.9, 1.3)}) == [
-        "No lossless cell is shown to beat AR: speculative, the only lossless cell, has "
+        "No lossless cell is shown to beat ar: speculative, the only lossless cell, has "
         "1.10x [0.90, 1.30]."
     ]
     assert said({STRICT: (3.0, None, None)}) == [
-        "No lossless cell is shown to beat AR: speculative, the only lossless cell, has "
+        "No lossless cell is shown to beat ar: speculative, the only lossless cell, has "
         "3.00x without an interval."
     ]
 
@@ -66,7 +66,7 @@ def test_a_relaxed_cell_is_named_if_speed_and_distance_are_settled() -> None:
     assert said(speedups, {LOOSE: CLOSE, LOOSER: UNSETTLED}) == [
         f"{named}; 1 faster cell is not settled."
     ]
-    none = "No relaxed cell is shown to beat AR within a distance of 0.01"
+    none = "No relaxed cell is shown to beat ar within a distance of 0.01"
     assert said(speedups, {LOOSE: FAR, LOOSER: FAR}) == [f"{none}."]
     assert said(speedups, {LOOSE: UNSETTLED, LOOSER: UNSETTLED}) == [
         f"{none}; 2 cells are not settled."
@@ -79,7 +79,7 @@ def test_a_relaxed_cell_is_named_if_speed_and_distance_are_settled() -> None:
 
 
 def test_a_run_without_speedups_has_no_verdict() -> None:
-    nothing = ["No speedup over AR was measured."]
+    nothing = ["No speedup over ar was measured."]
     assert said({}) == nothing
     assert said({STRICT: (None, None, None)}) == nothing
 
@@ -99,7 +99,7 @@ def test_samplings_have_a_verdict_each() -> None:
     run = run_of(records)
     sampled, at_zero = verdicts(run, tables_of(run))
     assert sampled.startswith("speculative block chain-5 is the only lossless cell: 1.50x")
-    assert at_zero.startswith("T=0: No lossless cell is shown to beat AR")
+    assert at_zero.startswith("T=0: No lossless cell is shown to beat ar")
 
 
 def test_hardware_is_what_the_manifest_states() -> None:

@@ -37,14 +37,14 @@ function gridHead(number) {
   return element("th", { scope: "col" }, glyphOf(number), ...wordsOf(cell.name), badgeOf(cell), distance);
 }
 
-// The AR cells of the cells that are on, first the one of most of them.
+// The ar cells of the cells that are on, first the one of most of them.
 function basesOf(cells) {
   const bases = cells.map((number) => data.cells[number].base).filter((base) => base !== null);
   const count = (base) => bases.filter((other) => other === base).length;
   return bases.sort((a, b) => count(b) - count(a));
 }
 
-// The cells of the columns; with AR pinned it comes first.
+// The cells of the columns; with ar pinned it comes first.
 function gridCells() { return find("#pin").checked ? [...new Set([...basesOf(shownCells()), ...shownCells()])] : shownCells(); }
 
 function drawGrid() {

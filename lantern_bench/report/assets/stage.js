@@ -17,7 +17,7 @@ function drawFrame(frame, number, prompt) {
   find("figcaption", frame).textContent = cell.name;
 }
 
-// The picture of a cell, and that of its AR beside or over it; AR itself stands alone.
+// The picture of a cell, and that of its ar cell beside or over it; ar itself stands alone.
 function drawFrames(number, prompt) {
   const { base } = data.cells[number], hasBase = base !== null && base !== number && pictureAt.has(`${state.row}/${base}`);
   find("#stage-frames").dataset.view = hasBase ? stage.view : "alone";

@@ -3,7 +3,7 @@
 from lantern_bench.methods import probability_rule
 
 
-@probability_rule("sure", example=0.2, label="sure")
+@probability_rule("sure", example=0.2)
 def sure(draft, values):
     """f [n, V]: min(1, p / q), and `bound` times the certainty exp(-H(p)) on top."""
     certainty = (-draft.entropy).exp()

@@ -15,5 +15,4 @@ DRAFTING = Drafting(
     needs_drafter=False,
     chain=True,
     label=lambda values: f"w{values['length']}",
-    legend="echo",
 )

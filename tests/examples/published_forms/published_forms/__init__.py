@@ -26,7 +26,6 @@ SCD = replace(
     lossless=False,
     lookahead={},
     problem=problem,
-    legend="SCD, published",
 )
 SJD_PAC = replace(
     DRAFTINGS["pac"],
@@ -37,7 +36,6 @@ SJD_PAC = replace(
     lossless=False,
     lookahead={},
     problem=problem,
-    legend="SJD-PAC, published",
 )
 
 
@@ -57,7 +55,6 @@ SJD_PLUS_PLUS = replace(
     lossless=False,
     lookahead={},
     problem=threshold_problem,
-    legend="SJD++, published",
 )
 
 
@@ -79,5 +76,4 @@ PATH_SPEC = replace(
     lookahead={},
     problem=paths_problem,
     nodes=lambda values: 2 * values["window"],
-    legend="PathSpec, published",
 )
