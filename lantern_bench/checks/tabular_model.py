@@ -82,6 +82,11 @@ class TabularModel(Target):
         """
         return _TargetSession(self, batch, guided=guided)
 
+    def sources(self, positions: Tensor) -> Tensor:
+        """Return the positions of the first row that later rows copy, else -1."""
+        is_later = positions >= self.coarse_tokens
+        return torch.where(is_later, positions % self.coarse_tokens, -1)
+
     def state_after(self, state: Tensor, tokens: Tensor) -> Tensor:
         """Append tokens to states, which write the last `memory` tokens in base V + 1."""
         return (state * (self.vocab_size + 1) + tokens + 1) % self.p.shape[1]
@@ -194,6 +199,8 @@ def table_model(tokens: int = TOKENS) -> LoadedModel:
     """Return the model of tables: 4 codes, `tokens` tokens, and a codebook for neighbour rules."""
     model = TabularModel(VOCABULARY, tokens, seed=1, memory=None if tokens == TOKENS else _MEMORY)
     model.line_length = _LINE
+    # The first row stands for a coarse grid, which `initial: copy` reads.
+    model.coarse_tokens = _LINE
     # Consecutive distributions differ more, which makes mistakes with kept drafts larger.
     model.p *= 1.6
     model.q *= 1.6

@@ -61,7 +61,7 @@ IMAGES = 16
 PREDICTABLE = ("static", "dynamic")
 """Draftings whose drafts depend on the committed tokens alone."""
 
-_TOGETHER = 8  # most images of a walk that are decoded at once; finished ones are kept in a file
+_TOGETHER = 16  # most images of a walk that are decoded at once; finished ones are kept in a file
 _PROBABILITIES = 2**22  # most probabilities of a step, images times nodes times vocabulary
 _TIMED_IMAGES = 2  # with which the cost of a step is measured
 

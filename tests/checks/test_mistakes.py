@@ -92,6 +92,12 @@ def test_block_walks_over_coupled_drafts_are_certified() -> None:
     assert not [name for name in CELLS if "gumbel" in name and not name.endswith("gumbel")]
 
 
+@pytest.mark.parametrize("setting", CELLS)
+def test_the_certificate_can_decode_every_cell(setting: str) -> None:
+    tokens = table_images(CELLS[setting], range(400))
+    assert min(g_tests(CELLS[setting], tokens)[0].values()) > BAR
+
+
 @pytest.mark.parametrize(("name", "setting"), FAST.items())
 def test_the_tables_reject_each_mistake(name: str, setting: str) -> None:
     assert rejected_at(setting, name) < BAR
