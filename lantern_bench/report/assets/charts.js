@@ -5,7 +5,7 @@ const CONFIG = { displaylogo: false, responsive: true, plotlyServerURL: "", mode
 const SPOTS = [["top right", 1, -1], ["bottom right", 1, 1], ["top left", -1, -1], ["bottom left", -1, 1], ["top center", 0, -1], ["bottom center", 0, 1]];
 const TITLE = 12.5; // pixels, the size of the titles of axes
 const GREY = "rgba(128,128,128,0.35)";
-const MOST = 9; // curves that a chart can show side by side
+const MOST = 16; // curves that a chart can show side by side
 
 // The cells that no other one beats in the first chart. Of many curves, only theirs are in full colour.
 const onFront = new Set((data.figures.front[0]?.data || []).filter((trace) => trace.opacity === 1).flatMap((trace) => trace.customdata));
@@ -54,7 +54,7 @@ function traceOf(trace) {
   const isPale = !shown || (trace.mode !== "markers" && isBehind(cells));
   const whiskers = (ends) => ends && { ...ends, color: colour, thickness: 1.2, width: 3 };
   return {
-    ...trace, opacity: isPale ? 0.1 : trace.opacity, meta: shown ? trace.text : undefined,
+    ...trace, opacity: isPale ? Math.min(trace.opacity, shown ? 0.2 : 0.1) : trace.opacity, meta: shown ? trace.text : undefined,
     line: { ...trace.line, color: colour }, marker: { ...trace.marker, color: colour },
     error_x: whiskers(trace.error_x), error_y: whiskers(trace.error_y),
   };
