@@ -49,13 +49,9 @@ RULES: dict[str, Rule] = {row.name: row for row in SHIPPED_RULES} | OUTSIDE_RULE
 
 MODES: dict[str, Mode] = {row.name: row for row in SHIPPED_MODES}
 MODES |= {
-    name: Mode(name=name, drafting=rule.drafting, rule=name)
-    for name, rule in OUTSIDE_RULES.items()
+    name: Mode(name=name, drafting=rule.drafting, rule=name) for name, rule in OUTSIDE_RULES.items()
 }
-MODES |= {
-    name: Mode(name=name, drafting=name, rule="strict")
-    for name, row in OUTSIDE_DRAFTINGS.items()
-}
+MODES |= {name: Mode(name=name, drafting=name, rule="strict") for name in OUTSIDE_DRAFTINGS}
 
 _OWN_METRICS = {metric.name: metric for metric in SHIPPED_METRICS}
 OUTSIDE_METRICS, REFUSED_METRICS = find_rows(

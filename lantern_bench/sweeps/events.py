@@ -66,7 +66,7 @@ def shown_by(progress: Progress, on_note: Callable[[Note], None]) -> Callable[[E
                     if task.cell.decoding.mode != "ar" and record["mean_accepted_length"]:
                         figures["mal"].append(record["mean_accepted_length"])
                 means = {key: fmean(values) for key, values in figures.items() if values}
-                # The time before the first image, for example to compile, says nothing on the others.
+                # What came before the first image, such as compiling, says nothing on the others.
                 progress.share(
                     "images", done, images, elapsed=record.get("seconds") or 0.0, **means
                 )
