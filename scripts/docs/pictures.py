@@ -2,7 +2,7 @@
 
     python -m scripts.docs.pictures [NAME...]          # all: `make screenshots`
 
-`frontier.png` shows the speeds of the run `frontier-h200` against its distances. The other pictures
+`frontier.png` shows speed against distance (scripts/docs/frontier_picture.py). The other pictures
 are made from the page of the reference run: a screenshot of its main chart; `distances.png`, some
 captions in cells of growing distance; and `family.png`, rendered scenes, their reconstructions by
 the bundled tokenizer, and `ar` pictures of the same captions. sources.json says which files each
@@ -16,227 +16,48 @@ import io
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
-from matplotlib import pyplot
-from matplotlib.axes import Axes
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageDraw, ImageFont
 
-from lantern_bench.methods.catalog import METRICS
 from lantern_bench.models.families.lanterns.modules import load_tokenizer
-from lantern_bench.report.charts import symlog_ticks
-from lantern_bench.report.draw import save_figure
 from lantern_bench.utils.files import file_sha256
-from scripts.docs.figures import Cell, Figure, cells_of
+from scripts.docs.figures import REFERENCE, ROOT, WEIGHTS, Cell, cells_of, output
+from scripts.docs.frontier_picture import frontier
 from scripts.docs.screenshots import photograph
 from scripts.train_lanterns.part_tasks import held_out_scenes, reconstruct
 
-ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
 SOURCES = PICTURES / "sources.json"
-REFERENCE = ROOT / "results" / "reference"
 PAGE = REFERENCE / "report.html"
-TOKENIZER = (
-    ROOT
-    / "lantern_bench"
-    / "models"
-    / "families"
-    / "lanterns"
-    / "weights"
-    / "tokenizer.safetensors"
-)
-_CAPTIONS = 3
+TOKENIZER = WEIGHTS / "tokenizer.safetensors"
+_CAPTIONS = 2
 _CELLS = (
     "ar",
-    "block-scd w32-row-maximal (lossless)",
-    "lantern++ jacobi w32-row-maximal lambda=5 (relaxed)",
-    "lantern++ chain-7 lambda=5 (relaxed)",
-    "lantern static chain-7 k=100 delta=0.1 (relaxed)",
+    "block-scd w32-row-maximal",
+    "lantern++ jacobi w32-row-maximal k=100 lambda=5",
+    "lantern++ chain-7 k=100 lambda=5",
+    "lantern static chain-7 k=100 delta=0.1",
 )
 _SCENES = 1_000
 _COLUMNS = 5  # with more, the words beside the rows are too small on a page
-_SIDE = 128
-_GAP = 4
-
-
-Offset: TypeAlias = tuple[float, float]  # of words from their point, in points to the right and up
-
-
-class Point(NamedTuple):
-    """A cell in the picture `frontier.png`, with the words beside it."""
-
-    cell: str
-    words: str
-    offset: Offset
-
-
-@dataclass(frozen=True)
-class Series:
-    """Cells of one method in the picture `frontier.png`, joined by a line."""
-
-    label: str
-    colour: str
-    offset: Offset  # of the label from the last point
-    points: Sequence[Point]
-
-
-LARGEST = 0.5  # distance of the picture
-_WINDOW = "w32-row-maximal"
-ABOVE = (0, 13)
-SERIES = (
-    Series("ar", "black", (-14, 0), [Point("ar", "", ABOVE)]),
-    Series(
-        "speculative chain-7",
-        "#0072B2",
-        (-6, 32),
-        [
-            Point("speculative chain-7", "strict", (-8, 15)),
-            Point("speculative block chain-7", "block", (16, 18)),
-        ],
-    ),
-    Series(
-        "lantern++ chain-7",
-        "#009E73",
-        (66, 0),
-        [
-            Point("lantern++ chain-7 k=100 lambda=2", "lambda=2", (38, -8)),
-            Point("lantern++ chain-7 k=100 lambda=3", "lambda=3", (36, 8)),
-            Point("lantern++ chain-7 k=100 lambda=5", "lambda=5", (38, 16)),
-        ],
-    ),
-    Series(
-        "lantern static chain-7",
-        "#D55E00",
-        (80, -2),
-        [
-            Point("lantern static chain-7 k=2 delta=0.01", "k=2 delta=0.01", (-60, -6)),
-            Point("lantern static chain-7 k=5 delta=0.2", "k=5 delta=0.2", (-54, -4)),
-        ],
-    ),
-    Series(
-        "entropy chain-7",
-        "#CC79A7",
-        (60, 0),
-        [Point("entropy chain-7 k=100 scale=0.1", "", ABOVE)],
-    ),
-    Series(
-        "block-scd",
-        "#661100",
-        (-12, -36),
-        [
-            Point("block-scd w16-row-maximal", "w16", (-10, -14)),
-            Point("block-scd w32-row-maximal", "w32", (2, -14)),
-            Point("block-scd w64-row-maximal", "w64", (10, -24)),
-        ],
-    ),
-    Series(
-        "scd",
-        "#882255",
-        (-60, 34),
-        [
-            Point("scd w16-row-maximal", "w16", ABOVE),
-            Point("scd w32-row-maximal", "w32", ABOVE),
-            Point("scd w64-row-maximal", "w64", ABOVE),
-        ],
-    ),
-    Series(
-        "lantern++ jacobi w32",
-        "#009E73",
-        (-16, -34),
-        [
-            Point(f"lantern++ jacobi {_WINDOW} k=100 lambda=2", "lambda=2", (-6, -17)),
-            Point(f"lantern++ jacobi {_WINDOW} k=100 lambda=3", "lambda=3", (-12, 19)),
-            Point(f"lantern++ jacobi {_WINDOW} k=100 lambda=5", "lambda=5", (30, -13)),
-        ],
-    ),
-    Series(
-        "cool-sd jacobi w32",
-        "#2A86BF",
-        (4, 62),
-        [
-            Point(f"cool-sd jacobi {_WINDOW} strength=2 decay=0", "strength=2", (30, 14)),
-            Point(f"cool-sd jacobi {_WINDOW} strength=3 decay=0", "strength=3", (-42, -13)),
-        ],
-    ),
-)
-
-
-def frontier(out: Path) -> list[Path]:
-    """Draw speed against distance of every cell of the run on a GPU; return the tables used."""
-    cells = cells_of("frontier-h200")
-    points = chain.from_iterable(series.points for series in SERIES)
-    named = {point.cell for point in points}
-    figure, axes = pyplot.subplots(figsize=(8.6, 5.2))
-    axes.axhspan(-1, 0, color="#eef3ee")
-    for name, cell in cells.items():
-        if name not in named and cell["temperature"].value and cell["distance"].value is not None:
-            axes.plot(cell["speedup"].value, cell["distance"].value, "o", color="#aaaaaa", ms=4)
-    for series in SERIES:
-        _draw_series(axes, series, cells)
-    # As on the report page: most cells are close to 0, and what is good is on top.
-    linear_below = METRICS["distance"].linear_below or 0
-    ticks = [tick for tick in symlog_ticks(linear_below) if tick < LARGEST]
-    axes.set_yscale("symlog", linthresh=linear_below)
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set_ylim(LARGEST, -0.012)
-    seconds = f"{cells['ar']['latency_s'].value:.3f} s per image"
-    axes.set_xlabel(f"speedup over ar ({seconds}) on an H200, 95% intervals")
-    axes.set_ylabel(f"distance (at least), log above {linear_below:g}")
-    axes.text(0.72, -0.0105, "distance 0: lossless", color="#557755", va="top")
-    axes.text(3.95, -0.0105, "fast and close  ↗", color="#557755", ha="right", va="top")
-    axes.text(3.95, 0.42, "gray: other cells", color="#888888", ha="right")
-    axes.set_xlim(0.7, 4)
-    save_figure(figure, out, dpi=160, bbox_inches="tight", metadata={"Software": None})
-    folder = REFERENCE / "frontier-h200"
-    return [folder / "speed.csv", folder / "quality.csv"]
-
-
-def _draw_series(axes: Axes, series: Series, cells: Mapping[str, Cell]) -> None:
-    """Draw the points of a series with their intervals and words."""
-    speedups = [cells[point.cell]["speedup"] for point in series.points]
-    distances_at = [cells[point.cell]["distance"] for point in series.points]
-    x = [figure.value for figure in speedups]
-    y = [figure.value for figure in distances_at]
-    axes.errorbar(
-        x,
-        y,
-        xerr=_whiskers(speedups),
-        yerr=_whiskers(distances_at),
-        fmt="o-",
-        color=series.colour,
-        ecolor=(series.colour, 0.35),
-        ms=6,
-        lw=1,
-    )
-    texts = [(point.words, point.offset) for point in series.points]
-    place = {"textcoords": "offset points", "ha": "center", "va": "center"}
-    for (words, offset), *at in zip(texts, x, y, strict=True):
-        axes.annotate(words, at, offset, color=series.colour, fontsize=9, **place)
-    axes.annotate(
-        series.label, (x[-1], y[-1]), series.offset, color=series.colour, weight="bold", **place
-    )
-
-
-def _whiskers(figures: Sequence[Figure]) -> list[list[float]]:
-    """How far the intervals reach below and above the figures."""
-    return [
-        [max(0.0, figure.value - figure.low) for figure in figures],
-        [max(0.0, figure.high - figure.value) for figure in figures],
-    ]
+# Pixels. Pages show a sheet of five columns at half its size, 860 pixels wide.
+_SIDE = 280
+_GAP = 8
+_FONT = 26
+_LINE = 34
 
 
 def pictures_of(page: Path) -> tuple[list[str], list[str], dict[tuple[int, int], Image.Image]]:
     """Read a report page.
 
     Returns:
-        The names of its cells, its prompts, and the pictures by prompt and cell.
+        The ids of its cells, its prompts, and the pictures by prompt and cell.
     """
     text = re.search(
         r'<script type="application/json" id="data">(.*?)</script>',
@@ -254,19 +75,28 @@ def pictures_of(page: Path) -> tuple[list[str], list[str], dict[tuple[int, int],
         for row in data["pictures"]
         if not row["repeat"]
     }
-    cells = [
-        cell["name"] if cell["name"] == "ar" else f"{cell['name']} ({cell['output']})"
-        for cell in data["cells"]
-    ]
+    cells = [cell["cell"] for cell in data["cells"]]
     return cells, data["prompts"], pictures
 
 
 def distances(out: Path) -> list[Path]:
     """Draw some captions in cells of growing distance: cells in columns, captions in rows."""
-    cells, prompts, pictures = pictures_of(PAGE)
-    rows = [[pictures[prompt, cells.index(cell)] for cell in _CELLS] for prompt in range(_CAPTIONS)]
-    sheet(rows, _CELLS, prompts).save(out)
-    return [PAGE]
+    ids, prompts, pictures = pictures_of(PAGE)
+    cells = {name: cells_of("reference")[name] for name in _CELLS}
+    columns = [ids.index(cell["cell_id"].value) for cell in cells.values()]
+    rows = [[pictures[prompt, column] for column in columns] for prompt in range(_CAPTIONS)]
+    heads = [head_of(name, cell) for name, cell in cells.items()]
+    sheet(rows, heads, prompts).save(out)
+    return [PAGE, REFERENCE / "speed.csv", REFERENCE / "summary.csv"]
+
+
+def head_of(name: str, cell: Cell) -> str:
+    """The words above the pictures of a cell, with the distance in the last line."""
+    lines = [name, output(cell)]
+    if str(cell["emitted_tv"]):
+        lines.append(f"emitted TV {cell['emitted_tv']:alone}")
+    lines.append(f"distance {cell['distance']:alone}")
+    return "\n".join(lines)
 
 
 def family(out: Path) -> list[Path]:
@@ -280,7 +110,7 @@ def family(out: Path) -> list[Path]:
         rows.permute(0, 2, 3, 1).numpy() for rows in (scenes, reconstruct(load_tokenizer(), scenes))
     ]
     rows = [[Image.fromarray(np.asarray(picture)) for picture in row] for row in painted]
-    rows.append([pictures[prompt, cells.index("ar")] for prompt in drawn])
+    rows.append([pictures[prompt, cells.index("ar-t1")] for prompt in drawn])
     sheet(rows, [], ["rendered scenes", "through the tokenizer", "sampled by ar"]).save(out)
     return [PAGE, TOKENIZER]
 
@@ -290,20 +120,30 @@ def sheet(
 ) -> Image.Image:
     """Lay pictures out in rows on white, with heads above the columns and names beside the rows."""
     step = _SIDE + _GAP
-    head = 72 if heads else 0  # four lines
-    font = ImageFont.truetype(findfont("DejaVu Sans"), 13)
+    heads = [wrap_lines(head, 18) for head in heads]
+    head = _LINE * max((text.count("\n") + 1 for text in heads), default=0)
+    font = ImageFont.truetype(findfont("DejaVu Sans"), _FONT)
     canvas = Image.new("RGB", (step * (len(rows[0]) + 1), head + step * len(rows)), "white")
     draw = ImageDraw.Draw(canvas)
+    words: dict[str, Any] = {"fill": "black", "font": font, "spacing": _LINE - _FONT}
     for column, text in enumerate(heads, start=1):
-        draw.multiline_text((column * step, 0), "\n".join(wrap(text, 17)), "black", font)
+        draw.multiline_text((column * step, head - _GAP), text, anchor="ld", **words)
     for row, (pictures, name) in enumerate(zip(rows, names, strict=False)):
-        draw.multiline_text((0, head + row * step), "\n".join(wrap(name, 16)), "black", font)
+        draw.multiline_text((0, head + row * step), wrap_lines(name, 16), **words)
         for column, picture in enumerate(pictures, start=1):
             canvas.paste(
                 picture.resize((_SIDE, _SIDE), Image.Resampling.NEAREST),
                 (column * step, head + row * step),
             )
     return canvas
+
+
+def wrap_lines(text: str, width: int) -> str:
+    """Wrap every line of a text."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        lines += wrap(line, width, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def charts(out: Path) -> list[Path]:

@@ -24,6 +24,7 @@ from scripts.docs import audit as make_audit
 from scripts.docs import commands as make_commands
 from scripts.docs import experiment_files as make_experiment_files
 from scripts.docs import figures as make_figures
+from scripts.docs import frontier_picture
 from scripts.docs import pictures as make_pictures
 from scripts.docs import prediction_tables as make_prediction
 from scripts.docs import results_format as make_results_format
@@ -184,6 +185,22 @@ def test_every_picture_names_its_runs() -> None:
         json.loads(make_pictures.SOURCES.read_text(encoding="utf-8")).keys()
         == make_pictures.DRAWN.keys()
     )
+
+
+def test_the_frontier_picture_leaves_out_only_greedy_cells_and_some_windows() -> None:
+    cells = make_figures.cells_of(frontier_picture.TIMED)
+    assert cells.keys() == make_figures.cells_of(frontier_picture.SCORED).keys()
+    points: list[frontier_picture.Point] = []
+    for series in frontier_picture.SERIES:
+        points += series.points
+    left_out = cells.keys() - {point.cell for point in points}
+    windows = {
+        "scd w16-row-maximal",
+        "block-scd w16-row-maximal",
+        "block-scd w64-row-maximal",
+    }
+    assert {name for name in left_out if cells[name]["temperature"].value} == windows
+    assert len(cells) - len(left_out) == len(points)
 
 
 def import_layers() -> list[str]:
