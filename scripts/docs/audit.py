@@ -2,7 +2,7 @@
 
     python -m scripts.docs.audit
 
-The tables are made from results/reference/audit/audit.csv and
+The tables are made from results/reference/audit/audit.csv, with the row of audit-pathspec, and
 results/reference/certify/power.csv. The text outside the markers is written by hand.
 """
 
@@ -22,7 +22,11 @@ REFERENCE = ROOT / "results" / "reference"
 
 def claims() -> pd.DataFrame:
     """One row a claim that says lossless."""
-    audit = pd.read_csv(REFERENCE / "audit" / "audit.csv", dtype={"form": "string"})
+    audits = [
+        pd.read_csv(REFERENCE / name / "audit.csv", dtype={"form": "string"})
+        for name in ("audit", "audit-pathspec")
+    ]
+    audit = pd.concat(audits, ignore_index=True)
     audit = audit[audit["claim"] == "lossless"]
     audit["found"] = audit["verdict"].map(
         lambda verdict: "**differs**" if verdict.endswith("not") else "no difference"
