@@ -130,9 +130,9 @@ def recommendation(
     Raises:
         RefusedError: No cell has a speedup, or none has the figure.
     """
-    figures = one_row_per_cell(quality)[condition.quantity]
+    figures = one_row_per_cell(quality).filter([condition.quantity])
     has_speedup = speed["speed"]["speedup"].notna().any()
-    if not has_speedup or figures.isna().all():
+    if not has_speedup or figures.isna().all(axis=None):
         missing = condition.quantity if has_speedup else "a speedup"
         raise RefusedError(
             f"no cell has {missing}",

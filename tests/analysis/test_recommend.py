@@ -152,6 +152,10 @@ def test_runs_without_the_figures_are_refused() -> None:
     with pytest.raises(RefusedError, match="no cell has distance") as refusal:
         recommendation(tables, tables, condition_of(None, None))
     assert "lantern-bench score RUN" in str(refusal.value.advice)
+    # Tables have no columns of figures that no cell has.
+    unscored = {name: table.filter(regex="^(?!clip_score)") for name, table in tables.items()}
+    with pytest.raises(RefusedError, match="no cell has clip_score_vs_ar"):
+        recommendation(unscored, unscored, condition_of(None, ("clip_score", 0.02)))
     alone = run_with({RELAXED[0]: (0.0, 0.0, 0.0)}, cells=(RELAXED[0],))
     with pytest.raises(RefusedError, match="no cell has a speedup"):
         recommendation(alone, alone, condition_of(None, None))
