@@ -141,7 +141,10 @@ def proportion(successes: int, trials: int) -> Interval:
     middle = (share + z**2 / (2 * trials)) / (1 + z**2 / trials)
     spread = share * (1 - share) / trials + z**2 / (4 * trials**2)
     reach = z * math.sqrt(spread) / (1 + z**2 / trials)
-    return Interval(share, max(0.0, middle - reach), min(1.0, middle + reach))
+    # Exactly 0 and 1 at the ends, which rounding would miss on some machines.
+    low = middle - reach if successes else 0.0
+    high = middle + reach if successes < trials else 1.0
+    return Interval(share, low, high)
 
 
 def sums_per_prompt(
