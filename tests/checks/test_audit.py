@@ -67,7 +67,6 @@ def test_a_new_row_is_audited_with_its_forms(monkeypatch: pytest.MonkeyPatch) ->
         name="new",
         drafting="static",
         rule="strict",
-        label="new",
         colour=None,
         source="2601.00001",
         variants=({"tree": "chain-3"},),

@@ -72,9 +72,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(EXAMPLE))
     package = importlib.import_module("echo_drafting")
     monkeypatch.setitem(catalog.DRAFTINGS, "echo", package.DRAFTING)
-    monkeypatch.setitem(
-        catalog.MODES, "echo", Mode(name="echo", drafting="echo", rule="strict", label="echo")
-    )
+    monkeypatch.setitem(catalog.MODES, "echo", Mode(name="echo", drafting="echo", rule="strict"))
     monkeypatch.setitem(catalog.PARAMETERS, "length", package.LENGTH)
     model = replace(tabular_model.table_model(), drafter=None)
     monkeypatch.setattr(tabular_model, "table_model", lambda *_tokens: model)

@@ -380,9 +380,7 @@ def test_depth_and_place_are_those_of_the_draft_in_the_loop(
     watching(
         lambda draft, values: ((draft.position % 4 != 0) & (draft.depth < 3)).double()[:, None]
     )
-    catalog.MODES["watching"] = Mode(
-        name="watching", drafting="static", rule="watching", label="watching"
-    )
+    catalog.MODES["watching"] = Mode(name="watching", drafting="static", rule="watching")
     try:
         values = {"mode": "watching", "bound": 1.0, "neighbours": 2, "tree": "chain-5"}
         model = CodedModel(3, 9, seed=1)
