@@ -199,7 +199,7 @@ def table_model(tokens: int = TOKENS) -> LoadedModel:
     """Return the model of tables: 4 codes, `tokens` tokens, and a codebook for neighbour rules."""
     model = TabularModel(VOCABULARY, tokens, seed=1, memory=None if tokens == TOKENS else _MEMORY)
     model.line_length = _LINE
-    # The first row stands for a coarse grid, which `initial: copy` reads.
+    # With `initial: copy`, later rows copy the first one, as a fine grid copies a coarse one.
     model.coarse_tokens = _LINE
     # Consecutive distributions differ more, which makes mistakes with kept drafts larger.
     model.p *= 1.6

@@ -240,6 +240,19 @@ def loading(clock, emit, seconds):
             loaded(1)
 
 
+def test_time_before_the_first_part_does_not_count_for_the_time_left(clock):
+    console_, _, err = console()
+    with console_.events() as emit:
+        emit(ProgressEvent("images", 0, 100))
+        clock.seconds += 3600.0  # compiles
+        for number in range(100):
+            clock.seconds += 2.0
+            emit(ProgressEvent("images", number + 1, 100, {}, 2.0))
+    lines = err.getvalue().splitlines()
+    assert lines[1] == "images: 1 of 100, 3 min 18 s left"
+    assert lines[-1] == "images: 100 of 100 in 3 min 20 s"
+
+
 def test_a_task_of_seconds_is_shown_with_the_time_left_and_a_short_one_is_not(clock):
     console_, _, err = console()
     with console_.events() as emit:
