@@ -92,11 +92,7 @@ def distances(out: Path) -> list[Path]:
 
 def head_of(name: str, cell: Cell) -> str:
     """The words above the pictures of a cell, with the distance in the last line."""
-    lines = [name, output(cell)]
-    if str(cell["emitted_tv"]):
-        lines.append(f"emitted TV {cell['emitted_tv']:alone}")
-    lines.append(f"distance {cell['distance']:alone}")
-    return "\n".join(lines)
+    return f"{name}\n{output(cell)}\ndistance {cell['distance']:alone}"
 
 
 def family(out: Path) -> list[Path]:
