@@ -68,20 +68,48 @@ HELD_UP = 1.25
 """Held up: seconds per step above 1.25 times the cell's median in that process."""
 
 
-def _kept_fraction(images: pd.DataFrame) -> pd.Series[float]:
+def _images_of(completed: pd.DataFrame) -> pd.DataFrame:
+    """Return the figures of completed images of all cells: the rows of `CellRecords.images`."""
+    by_prompt = completed.set_index(["prompt_id", "repeat"])
+    lists = by_prompt[["committed_per_step", "accepted_per_step"]]
+    lists = lists.map(lambda counts: counts or ())
+    images = by_prompt[list(_RECORDED)].assign(
+        committed=lists["committed_per_step"].map(sum),
+        accepted=lists["accepted_per_step"].map(sum),
+        steps=lists["committed_per_step"].map(len),
+        count=1,
+    )
+    images = images.astype(float)
+    images["uncut"] = images["mal_uncut"] * images["steps"]
+    images["process"] = images["process"].fillna(0.0)  # not recorded: one process
+    kept = _kept_fraction(images, by_prompt["cell_id"])
+    images["kept_fraction"] = kept
+    images["seconds"] *= kept
+    for phase in ("draft", "target", "verify", "other"):
+        images[f"{phase}_ms"] = 1000.0 * images[f"{phase}_seconds"] * kept
+    for name in ("record_key", "device_id"):
+        images[name] = by_prompt[name].fillna("")
+    return images
+
+
+def _kept_fraction(images: pd.DataFrame, cell_ids: pd.Series[str]) -> pd.Series[float]:
     """Return by how much to shorten the seconds of each image: min(1, limit / pace).
 
     `pace` is the image's seconds per step. `median` is the lower median of the pace in the same
-    process, over the images that are not flagged as disturbed. `limit` is `HELD_UP * median`, and
-    `median` for a flagged image. If over half of a process's images are flagged, the flag carries
-    no information, and these images count as not flagged.
+    cell and process, over the images that are not flagged as disturbed. `limit` is
+    `HELD_UP * median`, and `median` for a flagged image. If over half of a process's images are
+    flagged, the flag carries no information, and these images count as not flagged.
+
+    Args:
+        images: Columns `seconds`, `steps`, `process` and `disturbed` of each image.
+        cell_ids: The cell of each image.
     """
     pace = images["seconds"] / images["steps"].clip(lower=1.0)
-    process = images["process"]
+    together = [cell_ids, images["process"]]
     is_disturbed = images["disturbed"] == 1.0
-    mostly_calm = is_disturbed.groupby(process).transform("mean") <= 0.5
+    mostly_calm = is_disturbed.groupby(together).transform("mean") <= 0.5
     left_out = is_disturbed & mostly_calm
-    calm_pace = pace.where(~left_out).groupby(process)
+    calm_pace = pace.where(~left_out).groupby(together)
     median = calm_pace.transform("quantile", 0.5, interpolation="lower")
     limit = median.where(left_out, HELD_UP * median)
     return (limit / pace).clip(upper=1.0).fillna(1.0)
@@ -115,11 +143,26 @@ def timed_images(cell: CellRecords, base: CellRecords | None = None) -> pd.DataF
 
 @dataclass(frozen=True)
 class CellRecords:
-    """The records of one cell."""
+    """The records of one cell.
 
-    columns: Row  # the values of CELL_COLUMNS
-    completed: pd.DataFrame  # completed records, by prompt and repeat
-    failed: int  # images that failed
+    Attributes:
+        columns: The values of `CELL_COLUMNS`.
+        completed: The completed records, by prompt and repeat.
+        images: The figures of each completed image, indexed by (prompt_id, repeat). They are
+            floats, nan where not recorded. Besides the recorded figures there are:
+
+            - `count`: 1
+            - `steps`, and `committed` and `accepted` summed over the steps
+            - `uncut`: tokens with the last step uncut
+            - `kept_fraction`: see `_kept_fraction`; `seconds` and `*_ms` are multiplied by it
+            - `record_key` and `device_id`: text, empty where not recorded
+        failed: How many images failed.
+    """
+
+    columns: Row
+    completed: pd.DataFrame
+    images: pd.DataFrame
+    failed: int
 
     @property
     def cell_id(self) -> str:
@@ -136,42 +179,10 @@ class CellRecords:
         """Whether the cell decodes losslessly, as its drafting and its rule claim."""
         return self.output == LOSSLESS
 
-    @cached_property
-    def images(self) -> pd.DataFrame:
-        """The figures of each completed image, indexed by (prompt_id, repeat).
-
-        The figures are floats, nan where not recorded. Besides the recorded figures there are:
-
-        - `count`: 1
-        - `steps`, and `committed` and `accepted` summed over the steps
-        - `uncut`: tokens with the last step uncut
-        - `kept_fraction`: see `_kept_fraction`; `seconds` and `*_ms` are multiplied by it
-        - `record_key` and `device_id`: text, empty where not recorded
-        """
-        completed = self.completed.set_index(["prompt_id", "repeat"])
-        lists = completed[["committed_per_step", "accepted_per_step"]]
-        lists = lists.map(lambda counts: counts or ())
-        images = completed[list(_RECORDED)].assign(
-            committed=lists["committed_per_step"].map(sum),
-            accepted=lists["accepted_per_step"].map(sum),
-            steps=lists["committed_per_step"].map(len),
-            count=1,
-        )
-        images = images.astype(float)
-        images["uncut"] = images["mal_uncut"] * images["steps"]
-        images["process"] = images["process"].fillna(0.0)  # not recorded: one process
-        kept = _kept_fraction(images)
-        images["kept_fraction"] = kept
-        images["seconds"] *= kept
-        for phase in ("draft", "target", "verify", "other"):
-            images[f"{phase}_ms"] = 1000.0 * images[f"{phase}_seconds"] * kept
-        for name in ("record_key", "device_id"):
-            images[name] = completed[name].fillna("")
-        return images
-
     def ratio(self, columns: Sequence[str]) -> float | None:
         """Return sum over sum of two columns of `images`, over the images that have both."""
-        numerator, denominator = self.images[[*columns]].dropna().sum()
+        figures = self.images[[*columns]].to_numpy()
+        numerator, denominator = figures[~np.isnan(figures).any(axis=1)].sum(axis=0)
         return float(numerator / denominator) if denominator else None
 
     @cached_property
@@ -212,11 +223,22 @@ def run_cells(run: RunData) -> list[CellRecords]:
     if not run.is_timed:
         seconds = records.filter(regex="seconds$")
         records = records.assign(**dict.fromkeys(map(str, seconds), np.nan))
+    records = records.sort_values(["prompt_id", "repeat"], ignore_index=True)
+    completed = records[records["status"] == "ok"]
+    images = _images_of(completed)
+    recorded = records["cell_id"].value_counts()
+    places = completed.groupby("cell_id").indices
     cells = []
-    for _, rows in records.sort_values(["prompt_id", "repeat"]).groupby("cell_id"):
-        (columns,) = rows_of(rows[CELL_NAMES].iloc[:1])
-        completed = rows[rows["status"] == "ok"].reset_index(drop=True)
-        cells.append(CellRecords(columns, completed, failed=len(rows) - len(completed)))
+    for columns in rows_of(records.drop_duplicates("cell_id")[CELL_NAMES]):
+        cell_id = columns["cell_id"]
+        own = places.get(cell_id, [])
+        cell = CellRecords(
+            columns,
+            completed=completed.iloc[own].reset_index(drop=True),
+            images=images.iloc[own],
+            failed=int(recorded[cell_id]) - len(own),
+        )
+        cells.append(cell)
     return sorted(cells, key=lambda cell: _order(cell.columns))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import pandas as pd
 
@@ -34,13 +35,26 @@ _SAME = ("n", "reference")
 OUTSIDE = "outside"  # verdict on a figure outside the spread of ar with other seeds
 
 
-class ProtocolScores(NamedTuple):
+@dataclass(frozen=True)
+class ProtocolScores:
     """The scores of one protocol."""
 
     image: dict[str, Row]  # by record key
     cell: dict[str, Row]  # by cell id
     category: dict[tuple[str, str], Row]  # by cell id and category, of scorers without images' own
     ar_spread: dict[str, Row]  # by cell id
+
+    @cached_property
+    def of_images(self) -> pd.DataFrame:
+        """The figures of images, and their `category`, by record key."""
+        figures = dict.fromkeys([*OF_IMAGES, *PAIRED], float)
+        scores = pd.DataFrame.from_dict(self.image, orient="index")
+        return scores.reindex(columns=[*figures, "category"]).astype(figures)
+
+    @cached_property
+    def measured(self) -> frozenset[str]:
+        """The names of the figures that some image has."""
+        return frozenset(map(str, self.of_images.dropna(axis="columns", how="all")))
 
 
 def sort_scores(rows: Iterable[Row]) -> dict[str, ProtocolScores]:
@@ -159,7 +173,7 @@ def _scored(cell: CellRecords, scores: ProtocolScores, images: Sequence[Row]) ->
         "fid_features": of_cell.get("extractor"),
         "clip_model": next(filter(None, clip_models), None),
     }
-    for name in OF_IMAGES:
+    for name in scores.measured.intersection(OF_IMAGES):
         row |= ratio_of_images(scored_images(cell, scores, name)).columns(name)
     return row
 
@@ -175,7 +189,7 @@ def _category_rows(
         of_category = {
             key: row for key, row in scores.image.items() if row.get("category") == category
         }
-        part = scores._replace(image=of_category)
+        part = replace(scores, image=of_category)
         row: Row = {"category": category, "images": images}
         for name in OF_IMAGES:
             row |= ratio_of_images(scored_images(cell, part, name)).columns(name)
@@ -234,7 +248,7 @@ def _differences(cell: CellRecords, family: Sequence[CellRecords], scores: Proto
     row: Row = {}
     if cell.columns["mode"] == "ar":
         return row
-    for name in PAIRED:
+    for name in scores.measured.intersection(PAIRED):
         scored = scored_images(cell, scores, name)
         ar, *others = (scored_images(side, scores, name) for side in family)
         shared = ar.index.intersection(scored.index)
@@ -262,11 +276,10 @@ def scored_images(cell: CellRecords, scores: ProtocolScores, name: str) -> pd.Da
         1, or the weight of the image where the figure is the mean over categories.
     """
     keys = cell.images["record_key"]
-    rows = [scores.image.get(key, {}) for key in keys]
-    figures = [row.get(name) for row in rows]
-    table = pd.DataFrame({"figure": figures, "denominator": 1.0}, keys.index, dtype=float)
+    own = scores.of_images.reindex(keys)
+    table = pd.DataFrame({"figure": own[name].to_numpy(), "denominator": 1.0}, keys.index)
     if METRICS[name].by_category:
-        categories = pd.Series([row.get("category") for row in rows], keys.index)
+        categories = own["category"].set_axis(keys.index)
         sizes = categories.map(categories.value_counts())
         weights = sizes.count() / (categories.nunique() * sizes.astype(float))
         table = table.mul(weights, axis="index")

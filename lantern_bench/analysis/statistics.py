@@ -158,20 +158,20 @@ def sums_per_prompt(
         prompts: The prompt of each image.
     """
     columns = np.array([list(numerators), list(denominators)], dtype=float)
-    return Sums(*prompt_sums(columns.T, prompts).T)
+    return Sums(*grouped_sums(columns.T, prompts).T)
 
 
-def prompt_sums(columns: Array, prompts: Iterable[str]) -> Array:
-    """Return the sums of columns [images, columns] over each prompt: an array [prompts, columns].
+def grouped_sums(columns: Array, groups: Iterable[Any]) -> Array:
+    """Return the sums of columns [images, columns] over each group: an array [groups, columns].
 
     The result does not depend on the order of the images, so that the seed alone decides the
-    resamples: prompts are in sorted order, and the images of a prompt are added by size.
+    resamples: groups are in sorted order, and the images of a group are added by size.
 
     Args:
         columns: Numbers of each image.
-        prompts: The prompt of each image.
+        groups: The group of each image, for example its prompt.
     """
-    numbers, _ = pd.factorize(np.array(list(prompts), dtype=object), sort=True)
+    numbers, _ = pd.factorize(np.array(list(groups), dtype=object), sort=True)
     of_rows = np.broadcast_to(numbers[:, None], columns.shape)
     ordered = np.take_along_axis(columns, np.lexsort((columns, of_rows), axis=0), axis=0)
     starts = np.flatnonzero(np.diff(np.sort(numbers), prepend=-1))
@@ -327,23 +327,24 @@ def timing(images: pd.DataFrame) -> Timing:
         images: Columns `numerator` and `denominator`, the decode steps behind each
             (`numerator_steps`, `denominator_steps`) and `process`; indexed by `prompt_id`.
     """
-    value = float(images["numerator"].sum() / images["denominator"].sum())
+    seconds = images[["numerator", "denominator"]].to_numpy()
     # Steps that were not recorded count as one.
-    steps = images[["numerator_steps", "denominator_steps"]].clip(lower=1.0)
-    of_prompts = steps.groupby("prompt_id").sum()
-    over, under = (of_prompts / of_prompts.mean()).to_numpy().T
+    steps = images[["numerator_steps", "denominator_steps"]].to_numpy().clip(min=1.0)
+    value = float(np.divide(*seconds.sum(axis=0)))
+    of_prompts = grouped_sums(steps, images.index.get_level_values("prompt_id"))
+    over, under = (of_prompts / of_prompts.mean(axis=0)).T
     influence = over - under
 
-    by_process = images.assign(**steps).groupby("process")
-    weights = by_process.size() / len(images)
+    columns = np.column_stack([seconds, steps, np.ones(len(images))])
+    by_process = grouped_sums(columns, images["process"])
+    weights = by_process[:, -1] / len(images)
     # Number of equally large processes with the same information: one image counts little.
     effective = 1.0 / float((weights**2).sum())
     if effective < _FEWEST_PROCESSES:
         return Timing(value=value, influence=influence, of_processes=None, freedom=0.0)
 
-    sums = np.log(by_process[["numerator", "denominator", *steps]].sum())
-    over_pace = sums["numerator"] - sums["numerator_steps"]
-    pace = over_pace - (sums["denominator"] - sums["denominator_steps"])
+    over, under, over_steps, under_steps, _ = np.log(by_process).T
+    pace = (over - over_steps) - (under - under_steps)
     variance = float((weights * (pace - weights @ pace) ** 2).sum()) / (1.0 - 1.0 / effective)
     return Timing(
         value=value,

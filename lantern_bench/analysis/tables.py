@@ -7,7 +7,8 @@ never 0, inf or nan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import pandas as pd
@@ -208,8 +209,8 @@ def _summary_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     return frame("summary", rows)
 
 
-def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
-    """Build the tables `NAMES` of a loaded run.
+def tables_of(run: RunData, names: Collection[str] = NAMES) -> dict[str, pd.DataFrame]:
+    """Build tables of a loaded run; all but `acceptance` are built together.
 
     A run without the metric `speed` has no seconds in its tables. The tables of a run without
     records are read from its CSV files.
@@ -222,17 +223,17 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
     of_tokens = distance_columns(cells, run.scores)
     pool_devices = bool(run.manifest.get("experiment", {}).get("pool_devices"))
     quality: list[Row] = []
-    acceptance: list[Row] = []
     for cell in cells:
         quality += quality_rows(cell, cells, scores=scores, of_tokens=of_tokens[cell.cell_id])
-        acceptance += acceptance_rows(cell)
     tables = {
         "speed": frame(
             "speed", [speed_row(cell, cells, pool_devices=pool_devices) for cell in cells]
         ),
         "quality": frame("quality", quality),
-        "acceptance": frame("acceptance", acceptance),
     }
+    if "acceptance" in names:
+        rows = chain.from_iterable(map(acceptance_rows, cells))
+        tables["acceptance"] = frame("acceptance", rows)
     return tables | {"summary": _summary_of(tables)}
 
 

@@ -15,7 +15,7 @@ from lantern_bench.analysis.statistics import (
     Array,
     Interval,
     add_holm_p_values,
-    prompt_sums,
+    grouped_sums,
     ratio_of_sums,
     too_few_prompts,
 )
@@ -110,7 +110,7 @@ def _figures(cell: CellRecords, rows: Mapping[str, Row], *, is_mixed: bool) -> R
         if name in names:
             sums = of_images.sums[..., names.index(name)].sum(axis=1)
             figures |= ratio_of_sums(sums, tokens, prompts).columns(name)
-    of_prompts = prompt_sums(np.column_stack([columns, tokens]), prompts)
+    of_prompts = grouped_sums(np.column_stack([columns, tokens]), prompts)
     shift = distance(
         _compared(FeatureSums.of(of_prompts[:, :-1], len(names)), names),
         tokens=of_prompts[:, -1],

@@ -178,7 +178,7 @@ def show(
     loaded = load_runs(runs, tables_suffice=not save, empty_shards=True)
     tables = {}
     for name, data in loaded.items():
-        tables[name] = tables_of(data) if by is None else tables_by(data, by)
+        tables[name] = tables_of(data, [table]) if by is None else tables_by(data, by)
         if save:
             save_tables(tables_of(data), data.folder)
     if len(runs) > 1:

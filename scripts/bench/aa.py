@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -158,9 +159,8 @@ def figures(run: RunData) -> Iterator[tuple[str, str, Interval]]:
 
 def _uncut(cell: CellRecords) -> CellRecords:
     """Return the cell with the seconds of its records."""
-    raw = CellRecords(cell.columns, cell.completed, cell.failed)
-    raw.images["seconds"] /= raw.images["kept_fraction"]
-    return raw
+    images = cell.images
+    return replace(cell, images=images.assign(seconds=images["seconds"] / images["kept_fraction"]))
 
 
 def paired_figures(pairs: list[tuple[RunData, RunData]]) -> pd.DataFrame:
