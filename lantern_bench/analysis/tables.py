@@ -181,7 +181,8 @@ def quality_with_speed(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     key = ["cell_id", "model"]
     speed = tables["speed"]
     quality = tables["quality"]
-    quality = quality[quality["category"].isna()]
+    if "category" in quality:
+        quality = quality[quality["category"].isna()]
     quality = quality.rename(columns={"images": "quality_images", "note": "quality_note"})
     in_both = [name for name in speed if name in quality and name not in key]
     return quality.drop(columns=in_both).merge(speed, on=key)

@@ -192,8 +192,8 @@ no run that does not use it."""
 _OF_TOKENS = [name for name in (*OF_TOKENS, *OF_DRAFTS) if name in IN_SUMMARY]
 _ALWAYS = {column.name for column in _quality_columns(_OF_TOKENS)}
 _DECIDED = [*_parameter_columns(), *_quality_columns(METRICS), *_summary_of_quality()]
-OPTIONAL_COLUMNS = {column.name for column in _DECIDED} - _ALWAYS
-"""Columns of parameters and metrics, which a table lacks if none of its cells has a value."""
+OPTIONAL_COLUMNS = {"category", *(column.name for column in _DECIDED)} - _ALWAYS
+"""Columns of parameters, metrics and categories, which a table lacks if nothing in it has one."""
 
 ENDS = ("", "_low", "_high")  # endings of the names of a figure and of its interval
 
