@@ -117,7 +117,7 @@ def sheet(
     """Lay pictures out in rows on white, with heads above the columns and names beside the rows."""
     step = _SIDE + _GAP
     heads = [wrap_lines(head, 18) for head in heads]
-    head = _LINE * max((text.count("\n") + 1 for text in heads), default=0)
+    head = _GAP + _LINE * max((text.count("\n") + 1 for text in heads), default=0)
     font = ImageFont.truetype(findfont("DejaVu Sans"), _FONT)
     canvas = Image.new("RGB", (step * (len(rows[0]) + 1), head + step * len(rows)), "white")
     draw = ImageDraw.Draw(canvas)

@@ -190,18 +190,11 @@ def test_every_picture_names_its_runs() -> None:
 def test_the_frontier_picture_leaves_out_only_greedy_cells() -> None:
     cells = make_figures.cells_of(frontier_picture.TIMED)
     assert cells.keys() == make_figures.cells_of(frontier_picture.SCORED).keys()
-    shown = list(frontier_picture.LOSSLESS)
-    for series in frontier_picture.SERIES:
-        shown += [point.cell for point in series.cells]
-    sampled = [name for name, cell in cells.items() if cell["temperature"].value]
-    assert sorted(shown) == sorted(sampled)
-
-
-def test_the_frontier_picture_has_lossless_cells_in_the_upper_panel() -> None:
-    cells = make_figures.cells_of(frontier_picture.TIMED)
-    lossless = [name for name, cell in cells.items() if make_figures.output(cell) == "lossless"]
-    sampled = [name for name in lossless if cells[name]["temperature"].value]
-    assert sorted(frontier_picture.LOSSLESS) == sorted(sampled)
+    shown: list[str] = []
+    for kind in frontier_picture.OUTPUTS:
+        shown += frontier_picture.sampled_cells(kind)
+    greedy = [name for name, cell in cells.items() if not cell["temperature"].value]
+    assert sorted([*shown, *greedy]) == sorted(cells)
 
 
 def import_layers() -> list[str]:
@@ -308,7 +301,7 @@ def test_code_on_the_page_of_models_is_in_a_file() -> None:
 
 @pytest.mark.parametrize("page", make_figures.pages(), ids=lambda page: page.name)
 def test_figures_are_those_of_the_committed_runs(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+    text = make_figures.read_page(page)
     assert text == make_figures.render(text), "run: python -m scripts.docs.figures"
 
 
@@ -318,7 +311,7 @@ def test_every_measured_figure_is_listed_with_its_run(page: Path) -> None:
 
     Shown outputs of commands are left out.
     """
-    text = page.read_text(encoding="utf-8").partition("<!-- Below: ")[0]
+    text = make_figures.read_page(page).partition("<!-- Below: ")[0]
     text = make_figures.TABLE.sub("", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     rest = make_figures.LISTED.sub("", make_figures.render(text, lambda source: ""))
     rest = re.sub(r"`[^`\n]*`|^    .*", "", rest, flags=re.MULTILINE)
