@@ -6,7 +6,8 @@ See docs/algorithms.md, section 6.2. No torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -199,7 +200,8 @@ def _compared(sums: FeatureSums, names: Sequence[str]) -> FeatureSums:
     return sums.chosen([number for number, name in enumerate(names) if name != "drafter_tilt"])
 
 
-class FeatureSums(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class FeatureSums:
     """Sums S of features minus their means under the target, and the covariance C of these sums.
 
     The leading axes are images or prompts, then blocks.
@@ -239,12 +241,12 @@ class FeatureSums(NamedTuple):
             covariance=self.covariance.sum(axis=-3, keepdims=True),
         )
 
-    @property
+    @cached_property
     def total(self) -> FeatureSums:
         """The sums over the first axis."""
         return FeatureSums(self.sums.sum(axis=0), self.covariance.sum(axis=0))
 
-    @property
+    @cached_property
     def inverse(self) -> Array:
         """The pseudo-inverse [..., m, m] of the covariance; features that cannot vary count 0."""
         scale = np.sqrt(np.diagonal(self.covariance, axis1=-2, axis2=-1))

@@ -165,7 +165,7 @@ def test_the_interval_of_blocks_solves_its_equation() -> None:
 
 
 def test_distance_p_counts_both_of_its_tests() -> None:
-    sums = uneven_sums()._replace(sums=uneven_sums().sums / 4.0)
+    sums = replace(uneven_sums(), sums=uneven_sums().sums / 4.0)
     alone = [sums.whole.total.p_value, sums.total.p_value]
     assert max(alone) < 0.5
     found = p_value(sums, ranges=[None] * len(sums.sums), tokens=[TOKENS] * len(sums.sums))
