@@ -19,7 +19,9 @@ from lantern_bench.analysis.recommend import (
     recommendation,
 )
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.report.format_tables import head_of, readable
 from lantern_bench.storage.run_directory import RunData
+from lantern_bench.storage.schema import ENDS
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.helpers.made_up_run import AR, STRICT, WALKS, build_tables, frame_of, make_record
 
@@ -109,6 +111,24 @@ def test_the_fastest_that_keeps_stands_beside_the_fastest_lossless() -> None:
         0.0099,
         f"distance <= {MAX_DISTANCE}",
     )
+
+
+def test_a_terminal_shows_what_was_measured_unless_it_is_the_distance() -> None:
+    tables = run_with({RELAXED[0]: (0.002, 0.001, 0.003), STRICT: (0.0, -0.001, 0.001)})
+    by_distance = recommendation(tables, tables, condition_of(None, None))
+    assert by_distance["measured"].tolist() == [0.002, 0.0]
+    head = head_of("measured")
+    shown = readable(by_distance, "recommendation").frame
+    assert head not in shown
+    assert shown[head_of("distance")].iloc[0] == "0.0020 [0.0010, 0.0030]"
+
+    of_relaxed = tables["quality"]["cell_id"] == RELAXED[0].cell_id
+    names = [f"prompt_accuracy_vs_ar{end}" for end in ENDS]
+    tables["quality"].loc[of_relaxed, names] = (0.01, 0.0, 0.02)
+    by_score = recommendation(tables, tables, condition_of(None, ("prompt_accuracy", 0.1)))
+    shown = readable(by_score, "recommendation").frame
+    assert head in shown
+    assert head_of("distance") in shown
 
 
 def test_too_few_images_settle_nothing_and_say_how_many_would() -> None:

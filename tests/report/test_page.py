@@ -20,6 +20,7 @@ from PIL import Image
 
 from lantern_bench.analysis.tables import tables_of
 from lantern_bench.api import write_report
+from lantern_bench.config.decoding import Decoding
 from lantern_bench.report.draw import SURFACE
 from lantern_bench.storage.run_directory import load_runs
 from lantern_bench.storage.schema import frame, write_csv
@@ -107,6 +108,32 @@ def test_pages_of_odd_runs_open_without_errors(
         assert tab.locator("text=Predicted settings").count() == (name == "explored")
         assert tab.locator(".mode[open]").count() == 0  # only the modes are listed at first
         tab.close()
+
+
+def test_of_many_cells_only_those_on_the_front_have_full_curves(
+    opening: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Of 17 cells, those that the fastest lossless cell beats are pale; of 15, none is."""
+    shared = {"mode": "lantern++", "tree": "small-7", "neighbours": 10, "cfg_default": 1}
+    relaxed = [Decoding(**shared, **{"lambda": bound}) for bound in range(2, 17)]
+    cells = (AR, relaxed[0], STRICT, *relaxed[1:])  # all but the first two are equally fast
+    page = write_report([write_page_run(tmp_path / "run", cells=cells)], tmp_path / "many.html")
+    tab = opening.tab.context.new_page()
+    tab.goto(page.as_uri())
+    tab.wait_for_selector("html[data-ready]")
+
+    def curves() -> dict[str, float]:
+        traces = tab.evaluate(
+            "document.querySelector('#depth').data.map(({ name, opacity }) => [name, opacity])"
+        )
+        return dict(traces)
+
+    beaten = [f"lantern++ lambda={bound} (relaxed)" for bound in range(2, 17)]
+    assert curves() == {"speculative (lossless)": 1.0} | dict.fromkeys(beaten, 0.2)
+    tab.locator(".group", has_text="relaxed").press("Enter")
+    assert tab.locator("#shown").inner_text() == "cells: 15 of 17"
+    assert curves() == {"speculative (lossless)": 0.1} | dict.fromkeys(beaten, 1.0)
+    tab.close()
 
 
 def columns(tab: Any) -> list[str]:
