@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -71,8 +72,7 @@ HELD_UP = 1.25
 def _images_of(completed: pd.DataFrame) -> pd.DataFrame:
     """Return the figures of completed images of all cells: the rows of `CellRecords.images`."""
     by_prompt = completed.set_index(["prompt_id", "repeat"])
-    lists = by_prompt[["committed_per_step", "accepted_per_step"]]
-    lists = lists.map(lambda counts: counts or ())
+    lists = by_prompt[["committed_per_step", "accepted_per_step"]].map(lambda counts: counts or ())
     images = by_prompt[list(_RECORDED)].assign(
         committed=lists["committed_per_step"].map(sum),
         accepted=lists["accepted_per_step"].map(sum),
@@ -89,7 +89,7 @@ def _images_of(completed: pd.DataFrame) -> pd.DataFrame:
         images[f"{phase}_ms"] = 1000.0 * images[f"{phase}_seconds"] * kept
     for name in ("record_key", "device_id"):
         images[name] = by_prompt[name].fillna("")
-    return images
+    return images.copy()  # in one piece: columns of many pieces are slow to read
 
 
 def _kept_fraction(images: pd.DataFrame, cell_ids: pd.Series[str]) -> pd.Series[float]:
@@ -125,20 +125,17 @@ def timed_images(cell: CellRecords, base: CellRecords | None = None) -> pd.DataF
         Columns `numerator`, `denominator`, `numerator_steps`, `denominator_steps` and `process`,
         indexed by `prompt_id` and `repeat`.
     """
+    images = cell.timed
+    of_base = (base or cell).timed.reindex(images.index)
     if base is None:
-        base = cell
-        images = cell.timed.assign(seconds=1.0, steps=1.0)
-    else:
-        images = cell.timed
-    both = images.join(base.timed.add_prefix("numerator_"), how="inner")
-    on_one_device = both[both["device_id"] == both["numerator_device_id"]]
-    return on_one_device.rename(
-        columns={
-            "numerator_seconds": "numerator",
-            "seconds": "denominator",
-            "steps": "denominator_steps",
-        }
+        images = images.assign(seconds=1.0, steps=1.0)
+    both = pd.DataFrame(
+        np.hstack([of_base[["seconds", "steps"]], images[["seconds", "steps", "process"]]]),
+        index=images.index,
+        columns=["numerator", "numerator_steps", "denominator", "denominator_steps", "process"],
     )
+    # An image that the base lacks has no device there.
+    return both[images["device_id"] == of_base["device_id"]]
 
 
 @dataclass(frozen=True)
@@ -187,20 +184,18 @@ class CellRecords:
 
     @cached_property
     def offers(self) -> pd.DataFrame:
-        """How many steps offered and accepted a draft: columns depth, position, offered, accepted.
+        """The drafts that steps offered: columns depth, position, rank, offered (1) and accepted.
 
         The child ranks of a step end with -1 where all children of a node were rejected. Siblings
         count as one draft. The draft at depth d of a step that starts at position s fills position
         s + d - 1 (docs/algorithms.md, section 7).
         """
         recorded = self.completed[["start_per_step", "child_rank_per_step"]].dropna()
-        steps = recorded.explode([*recorded], ignore_index=True)
-        drafts = steps.explode("child_rank_per_step").dropna().astype(int)
-        depth = drafts.groupby(level=0).cumcount() + 1
-        position = drafts["start_per_step"] + depth - 1
-        is_accepted = drafts["child_rank_per_step"] >= 0
-        counts = is_accepted.groupby([depth.rename("depth"), position.rename("position")])
-        return counts.agg(offered="size", accepted="sum").reset_index()
+        starts, ranks = (chain.from_iterable(recorded[name]) for name in recorded)
+        of_steps = map(lambda start, own: zip(count(1), count(start), own), starts, ranks)
+        drafts = [*chain.from_iterable(of_steps)]
+        offers = pd.DataFrame(drafts, columns=["depth", "position", "rank"], dtype=int)
+        return offers.assign(offered=1, accepted=offers["rank"] >= 0)
 
     @cached_property
     def timed(self) -> pd.DataFrame:

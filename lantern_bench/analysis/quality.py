@@ -276,11 +276,11 @@ def scored_images(cell: CellRecords, scores: ProtocolScores, name: str) -> pd.Da
         1, or the weight of the image where the figure is the mean over categories.
     """
     keys = cell.images["record_key"]
-    own = scores.of_images.reindex(keys)
-    table = pd.DataFrame({"figure": own[name].to_numpy(), "denominator": 1.0}, keys.index)
+    own = scores.of_images[[name, "category"]].reindex(keys).set_axis(keys.index)
+    table = own[name].dropna().to_frame("figure").assign(denominator=1.0)
     if METRICS[name].by_category:
-        categories = own["category"].set_axis(keys.index)
+        categories = own["category"]
         sizes = categories.map(categories.value_counts())
         weights = sizes.count() / (categories.nunique() * sizes.astype(float))
-        table = table.mul(weights, axis="index")
-    return table.dropna()
+        table = table.mul(weights, axis="index").dropna()
+    return table

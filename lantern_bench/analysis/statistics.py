@@ -127,7 +127,7 @@ def ratio_of_images(images: pd.DataFrame) -> Interval:
     Args:
         images: Numerator and denominator, indexed by `prompt_id`.
     """
-    return ratio(sums_of_images(images.dropna()))
+    return ratio(sums_of_images(images))
 
 
 def proportion(successes: int, trials: int) -> Interval:
@@ -236,9 +236,15 @@ def _bca_levels(value: float, resampled: Array, left_out: Array) -> Array:
 
 
 def sums_of_images(images: pd.DataFrame) -> Sums:
-    """Return `sums_per_prompt` of the first two columns, indexed by `prompt_id`."""
+    """Return the sums of each prompt of two columns, over the images that have both.
+
+    Args:
+        images: Numerator and denominator, indexed by `prompt_id`.
+    """
+    figures = images.to_numpy()
+    in_both = ~np.isnan(figures).any(axis=1)
     prompts = images.index.get_level_values("prompt_id")
-    return sums_per_prompt(images.iloc[:, 0], images.iloc[:, 1], prompts)
+    return Sums(*grouped_sums(figures[in_both], prompts[in_both]).T)
 
 
 def compare_sums(a: Sums, b: Sums, others: Sequence[Sums] = ()) -> Interval:

@@ -72,9 +72,8 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], *, pool_devices: 
         pool_devices: Compare seconds of several kinds of device.
     """
     images = cell.images
-    seconds = images["seconds"]
+    half, most = images["seconds"].quantile([0.50, 0.95])
     marks = images["disturbed"].dropna()
-    offers = cell.offers
     lossless = fastest_lossless(cell, cells)
     row: Row = {
         **cell.columns,
@@ -85,11 +84,10 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], *, pool_devices: 
         "held_up": int((images["kept_fraction"] < 1.0).sum()),
         "lossless_cell": lossless.cell_id if lossless else None,
         "peak_memory_mb": images["peak_memory_bytes"].max() / 1e6,
-        "latency_p50_s": seconds.quantile(0.50),
-        "latency_p95_s": seconds.quantile(0.95),
+        "latency_p50_s": half,
+        "latency_p95_s": most,
+        "acceptance_rate": cell.offers["accepted"].mean(),
     }
-    if len(offers):
-        row["acceptance_rate"] = offers["accepted"].sum() / offers["offered"].sum()
     for name, figures in _RATIOS.items():
         row[name] = cell.ratio(figures)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random  # noqa: TID251  # a seeded instance, which needs no torch and no numpy
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from lantern_bench.models.networks.transformer_config import TransformerConfig
@@ -75,18 +75,17 @@ class Attributes:
 
     def indices(self) -> tuple[int, ...]:
         """Return the five indices, in the order of `FIELDS`."""
-        return astuple(self)
+        return tuple(vars(self).values())
 
 
-ALL_ATTRIBUTES = tuple(
-    itertools.starmap(Attributes, itertools.product(*(range(len(v)) for v in FIELDS.values())))
-)
+_indices = itertools.product(*map(range, map(len, FIELDS.values())))
+ALL_ATTRIBUTES = tuple(itertools.starmap(Attributes, _indices))
 _BY_CAPTION = {attributes.caption(): attributes for attributes in ALL_ATTRIBUTES}
 
 _shuffled = list(ALL_ATTRIBUTES)
 random.Random(20241).shuffle(_shuffled)
-TRAIN = tuple(_shuffled[len(_shuffled) // 10 :])
 HELD_OUT = tuple(_shuffled[: len(_shuffled) // 10])
+TRAIN = tuple(_shuffled[len(HELD_OUT) :])
 
 # Index 0 is the padding word; captions are padded on the left, as LlamaGen's text features are.
 VOCABULARY = ("<pad>", *sorted(set(" ".join(_BY_CAPTION).split())))
