@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from typer.main import get_command
 
 from lantern_bench import __version__
@@ -186,6 +187,10 @@ def _in_our_words(error: Any) -> UserError:
     """Return an error of the parser in the form of all other errors."""
     message = error.format_message().removeprefix("Invalid value for ").rstrip(".")
     message = re.sub("^'(-[^']*)'", r"\1", message)
+    cause = error.__cause__
+    if isinstance(cause, ValidationError):  # says what is allowed, but not what was given
+        given = cause.errors()[0]["input"]
+        message = message.replace(": Input should", f" {given}: must")
     command = error.ctx.command_path if error.ctx else "lantern-bench"
     return UserError(message, f"`{command} -h` shows what it takes.")
 

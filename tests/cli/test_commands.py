@@ -314,7 +314,7 @@ def test_interruption_exits_130(failing, monkeypatch):
         (["show", "--nosuch"], "error: No such option: --nosuch", "lantern-bench show"),
         (["show"], "error: Missing argument 'RUN'", "lantern-bench show"),
         (["nosuch"], "error: No such command 'nosuch'", "lantern-bench"),
-        (["explore", "trees", "--verify", "x"], "error: --verify: ", "lantern-bench explore"),
+        (["explore", "trees", "--verify", "x"], "error: --verify", "lantern-bench explore"),
     ],
 )
 def test_errors_of_the_parser_look_like_all_others(typed, message, command, capsys):
@@ -322,6 +322,14 @@ def test_errors_of_the_parser_look_like_all_others(typed, message, command, caps
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(message)
     assert second == f"  `{command} -h` shows what it takes."
+
+
+def test_a_wrong_number_of_the_parser_is_named(capsys):
+    assert cli.main(["explore", "trees", "--verify", "-31"]) == 2
+    first, _ = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: --verify")
+    assert "-31" in first
+    assert "Input should" not in first
 
 
 def test_the_list_of_models_has_one_line_for_each(capsys):
