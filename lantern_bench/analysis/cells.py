@@ -184,7 +184,7 @@ class CellRecords:
 
     @cached_property
     def offers(self) -> pd.DataFrame:
-        """The drafts that steps offered: columns depth, position, rank, offered (1) and accepted.
+        """How many steps offered and accepted a draft, by depth, position and child rank.
 
         The child ranks of a step end with -1 where all children of a node were rejected. Siblings
         count as one draft. The draft at depth d of a step that starts at position s fills position
@@ -193,9 +193,11 @@ class CellRecords:
         recorded = self.completed[["start_per_step", "child_rank_per_step"]].dropna()
         starts, ranks = (chain.from_iterable(recorded[name]) for name in recorded)
         of_steps = map(lambda start, own: zip(count(1), count(start), own), starts, ranks)
-        drafts = [*chain.from_iterable(of_steps)]
-        offers = pd.DataFrame(drafts, columns=["depth", "position", "rank"], dtype=int)
-        return offers.assign(offered=1, accepted=offers["rank"] >= 0)
+        # Counted one by one: the drafts of a large run would not fit in memory.
+        counts = Counter(chain.from_iterable(of_steps))
+        offers = pd.DataFrame([*counts], columns=["depth", "position", "rank"], dtype=int)
+        offered = np.array([*counts.values()], dtype=int)
+        return offers.assign(offered=offered, accepted=offered * (offers["rank"] >= 0))
 
     @cached_property
     def timed(self) -> pd.DataFrame:

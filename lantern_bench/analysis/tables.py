@@ -86,8 +86,10 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], *, pool_devices: 
         "peak_memory_mb": images["peak_memory_bytes"].max() / 1e6,
         "latency_p50_s": half,
         "latency_p95_s": most,
-        "acceptance_rate": cell.offers["accepted"].mean(),
     }
+    offers = cell.offers
+    if len(offers):
+        row["acceptance_rate"] = offers["accepted"].sum() / offers["offered"].sum()
     for name, figures in _RATIOS.items():
         row[name] = cell.ratio(figures)
 
