@@ -211,7 +211,7 @@ def _summary_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
 
 
 def tables_of(run: RunData, names: Collection[str] = NAMES) -> dict[str, pd.DataFrame]:
-    """Build tables of a loaded run; all but `acceptance` are built together.
+    """Build the tables of a loaded run. `acceptance` is built only if it is in `names`.
 
     A run without the metric `speed` has no seconds in its tables. The tables of a run without
     records are read from its CSV files.

@@ -11,8 +11,7 @@ in which braces hold columns of the run's tables:
 
 A column has the digits of all tables of the package, and its interval; `{speedup:alone}` leaves the
 interval out, and `{speedup:.1f}` the unit too. `CELL / CELL` divides the columns of one cell by
-those of another. The list of README is in readme_figures.txt, so that README stays short.
-`OTHER_SOURCES` lists sources that are not runs. A function of `TABLES` makes each
+the columns of the other. README keeps its list in readme_figures.txt, to stay short. `OTHER_SOURCES` lists sources that are not runs. A function of `TABLES` makes each
 table:
 
     <!-- frontier-h200: table of speed -->...<!-- end -->

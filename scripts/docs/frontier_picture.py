@@ -116,7 +116,7 @@ def draw_distance(axes: Axes, kind: str) -> None:
         distance = cell["distance"]
         colour = COLOURS[cell["drafting"].value]
         axes.errorbar(distance.value, row, xerr=_whiskers([distance]), fmt="o", color=colour, ms=4)
-        tv = f"{max(0.0, cell['emitted_tv'].value):.2f}"
+        tv = f"{cell['emitted_tv']:alone}"
         axes.text(1.02, row, tv, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5)
     axes.axvline(0, color=GRAY, lw=0.8, zorder=0)
     axes.axvline(THRESHOLD, **DASHED)
