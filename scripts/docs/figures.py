@@ -11,8 +11,8 @@ in which braces hold columns of the run's tables:
 
 A column has the digits of all tables of the package, and its interval; `{speedup:alone}` leaves the
 interval out, and `{speedup:.1f}` the unit too. `CELL / CELL` divides the columns of one cell by
-the columns of the other. README keeps its list in readme_figures.txt, to stay short. `OTHER_SOURCES` lists sources that are not runs. A function of `TABLES` makes each
-table:
+the columns of the other. README keeps its list in readme_figures.txt, to stay short.
+`OTHER_SOURCES` lists sources that are not runs. A function of `TABLES` makes each table:
 
     <!-- frontier-h200: table of speed -->...<!-- end -->
 

@@ -190,7 +190,11 @@ DEEP = [[0] * depth for depth in range(1, 300)]
             2,
             "--cfg-scale 1e39: must be at most 1,000,000,000,000",
         ),
-        ([*GENERATE, "ar", "--images", "1000000000"], 2, "should be less than or equal to 1000"),
+        (
+            [*GENERATE, "ar", "--images", "1000000000"],
+            2,
+            "--images 1000000000: must be less than or equal to 1000",
+        ),
         (
             ["sweep", "--dry-run", "--images", "1000000000"],
             3,
