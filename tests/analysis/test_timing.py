@@ -74,6 +74,15 @@ def test_images_are_paired_by_prompt_whatever_their_order():
     )
 
 
+def test_seconds_of_two_devices_are_not_divided():
+    """A continued run may have decoded an image of `ar` elsewhere."""
+    ar, cell = make_cells(np.random.default_rng(0), np.full(12, STEPS))
+    ar.images.loc[ar.images.index[3], "device_id"] = "another"
+    assert (
+        timed_images(cell, ar).index.tolist() == cell.images.index.drop(ar.images.index[3]).tolist()
+    )
+
+
 def ratio_over_prompts(cells):
     """The ratio of sums with an interval over prompts, as figures of tokens have it."""
     ar, cell = (cell.completed["seconds"].tolist() for cell in cells)
