@@ -241,7 +241,7 @@ def first_table(run: str) -> Iterator[Sequence[str]]:
             str(cell["speedup"]),
             f"{cell['mean_accepted_length']:alone}",
             str(scored["distance"]),
-            f"{scored['emitted_tv']:alone}",
+            str(scored["emitted_tv"]),
         )
 
 

@@ -97,7 +97,8 @@ def draw_speed(axes: Axes, kind: str) -> None:
         colour = COLOURS[cell["drafting"].value]
         axes.barh(row, speedup.value, height=0.66, color=colour, alpha=0.3)
         axes.errorbar(speedup.value, row, xerr=_whiskers([speedup]), fmt="o", color=colour, ms=4)
-        axes.text(speedup.high + 0.06, row, f"{speedup.value:.2f}x", va="center", fontsize=8.5)
+        words = axes.text(speedup.high + 0.08, row, f"{speedup.value:.2f}x", va="center")
+        words.set(fontsize=8.5, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     if kind == "relaxed":
         fastest = sampled_cells("lossless")[0]
         axes.axvline(cells_of(TIMED)[fastest]["speedup"].value, **DASHED)
@@ -116,7 +117,7 @@ def draw_distance(axes: Axes, kind: str) -> None:
         distance = cell["distance"]
         colour = COLOURS[cell["drafting"].value]
         axes.errorbar(distance.value, row, xerr=_whiskers([distance]), fmt="o", color=colour, ms=4)
-        tv = f"{cell['emitted_tv']:alone}"
+        tv = f"{cell['emitted_tv']:alone}" or "n/a"
         axes.text(1.02, row, tv, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5)
     axes.axvline(0, color=GRAY, lw=0.8, zorder=0)
     axes.axvline(THRESHOLD, **DASHED)
@@ -155,7 +156,7 @@ def sources() -> str:
     scored = manifest_of(SCORED)
     return (
         f"speed: one {timed['device']}, engine version {timed['key']['engine_version']};   "
-        f"distance: a run of the same cells on a CPU ({scored['machine']['cpu']['model']}),"
+        "distance and emitted TV: the same cells on a CPU,"
         f" engine version {scored['key']['engine_version']}"
     )
 

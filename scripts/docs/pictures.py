@@ -39,9 +39,9 @@ TOKENIZER = WEIGHTS / "tokenizer.safetensors"
 _CAPTIONS = 2
 _CELLS = (
     "ar",
-    "block-scd w32-row-maximal",
     "lantern++ jacobi w32-row-maximal k=100 lambda=5",
     "lantern++ chain-7 k=100 lambda=5",
+    "lantern static chain-7 k=5 delta=0.2",
     "lantern static chain-7 k=100 delta=0.1",
 )
 _SCENES = 1_000
