@@ -13,11 +13,10 @@ from lantern_bench.analysis.tables import acceptance_rows
 from tests.helpers.made_up_run import AR, STRICT, WALKS, make_record, run_of
 
 
-def by(axis, records, name="offered"):
+def counts(cell, axis, name="offered"):
     """The counts of `name` along `axis`, without zeros."""
-    (cell,) = run_cells(run_of(records))
-    counts = cell.offers.groupby(axis)[name].sum()
-    return counts[counts > 0].to_dict()
+    found = cell.offers.groupby(axis)[name].sum()
+    return found[found > 0].to_dict()
 
 
 def test_offers_match_hand_counts():
@@ -26,11 +25,11 @@ def test_offers_match_hand_counts():
 
     A draft of depth d would fill position start + d - 1.
     """
-    records = [make_record(cell=STRICT, prompt=0, walks=WALKS, seconds=1.0)]
-    assert by("depth", records) == {1: 3, 2: 2}
-    assert by("depth", records, "accepted") == {1: 2, 2: 1}
-    assert by("position", records) == {1: 1, 2: 1, 4: 1, 5: 1, 6: 1}
-    assert by("position", records, "accepted") == {1: 1, 2: 1, 4: 1}
+    (cell,) = run_cells(run_of([make_record(cell=STRICT, prompt=0, walks=WALKS, seconds=1.0)]))
+    assert counts(cell, "depth") == {1: 3, 2: 2}
+    assert counts(cell, "depth", "accepted") == {1: 2, 2: 1}
+    assert counts(cell, "position") == {1: 1, 2: 1, 4: 1, 5: 1, 6: 1}
+    assert counts(cell, "position", "accepted") == {1: 1, 2: 1, 4: 1}
 
 
 def test_acceptance_rows_have_rates_with_intervals():
@@ -71,14 +70,15 @@ def test_counts_satisfy_their_identities(steps):
     were accepted.
     """
     record = make_record(cell=STRICT, prompt=0, walks=steps, seconds=1.0)
-    offered = by("depth", [record])
-    accepted = by("depth", [record], "accepted")
+    (cell,) = run_cells(run_of([record]))
+    offered = counts(cell, "depth")
+    accepted = counts(cell, "depth", "accepted")
     assert (
         sum(accepted.values())
         == sum(record["accepted_per_step"])
-        == sum(by("position", [record], "accepted").values())
+        == sum(counts(cell, "position", "accepted").values())
     )
-    assert sum(offered.values()) == sum(by("position", [record]).values())
+    assert sum(offered.values()) == sum(counts(cell, "position").values())
     assert offered.get(1, 0) <= len(steps)
     for depth in range(1, 6):
         assert offered.get(depth + 1, 0) <= accepted.get(depth, 0) <= offered.get(depth, 0)

@@ -176,14 +176,10 @@ def test_captured_programs_give_the_same_tokens(cell: str, images: int) -> None:
         same(decoded(model=model, decoding=decoding, images=images, engine=engine), wanted)
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        "static",
-        *(pytest.param(cell, marks=pytest.mark.long) for cell in ("left, maximal", "block", "pac")),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("cell", ["left, maximal", "block", "pac"])
 def test_inductor_gives_the_same_tokens(cell: str) -> None:
+    """The cell `static` is in `test_saved_programs.py`."""
     model = Small()
     decoding = Decoding(**PROGRAMS[cell])
     same(

@@ -29,6 +29,7 @@ BATCH = 50
 CODES = torch.randn(VOCABULARY, 3, generator=torch.Generator().manual_seed(1))
 KINDS: dict[str, dict[str, Any]] = {
     "dynamic": {"name": "additive", "neighbours": 12, "bound": 0.4, "residual": "official"},
+    "dynamic, wide": {"name": "additive", "neighbours": 12, "bound": 0.4, "residual": "official"},
     "static": {"name": "multiplicative", "neighbours": 12, "bound": 2.0},
     "static, strict": {"name": "strict"},
     "block": {"name": "block"},
@@ -62,7 +63,7 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
     # that of traversal for each sum of child ranks. The `long` ones have as many as the widest tree
     # in use.
     small = {
-        "dynamic": (24, FANOUT),
+        "dynamic": (24, 4),
         "block": (DEPTH + 1, 1),
         "static, gsd": (14, 2),
         "traversal": (12, 2),
