@@ -96,6 +96,11 @@ class DraftTree:
         }
         return replace(self, **own)
 
+    def of_images(self, images: Tensor) -> DraftTree:
+        """Return the drafts of some of the images."""
+        own = {name: getattr(self, name)[images] for name in _WRITTEN}
+        return replace(self, q=None if self.q is None else self.q[images], **own)
+
     def copy_(self, draft: DraftTree) -> None:
         """Overwrite this draft with another draft of the same shape."""
         for name in _WRITTEN:

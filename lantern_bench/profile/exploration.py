@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -27,8 +26,6 @@ from lantern_bench.config.plan import ImageTask
 from lantern_bench.config.settings import OF_RESULTS, Overrides
 from lantern_bench.devices.compute import choose_compute, set_threads
 from lantern_bench.methods.catalog import LOSSLESS, output_of
-from lantern_bench.methods.parameters import SAMPLING
-from lantern_bench.methods.static_trees import check_topology
 from lantern_bench.models.load import compile_models, load_models
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile.cost_model import (
@@ -203,9 +200,9 @@ def _predicted(
     emit: Emit,
 ) -> dict[Decoding, Row]:
     """Walk once for each group of settings, and return the figures of each setting."""
-    groups: dict[Any, list[Decoding]] = {}
+    groups: dict[Decoding, list[Decoding]] = {}
     for setting in settings:
-        groups.setdefault(_group(setting), []).append(setting)
+        groups.setdefault(strict_of(setting), []).append(setting)
     prompts = [task.prompt.id for task in images]
     found = {}
     for group in groups.values():
@@ -213,12 +210,6 @@ def _predicted(
         for index, setting in enumerate(group):
             found[setting] = _figures(sums, index, setting=setting, model=model, prompts=prompts)
     return found
-
-
-def _group(decoding: Decoding) -> tuple[Any, ...]:
-    """What the settings of one walk have in common; static trees are joined."""
-    own = [] if decoding.paths else sorted(decoding.drafting_row.parameter_names)
-    return (decoding.drafting, *map(decoding.value, [*SAMPLING, *own]))
 
 
 def walked(
@@ -240,12 +231,9 @@ def walked(
         folder: Parts of walks are kept here; a part that is there is not walked again.
         fields: The facts of `key_fields`, on which a part depends.
         emit: Receives progress.
-        follow: The setting that is followed. Default: the strict rule over the union of the trees.
+        follow: The setting that is followed. Default: the strict rule.
     """
     walk = follow or strict_of(settings[0])
-    if walk.paths and follow is None:
-        union = set(itertools.chain.from_iterable(setting.paths for setting in settings))
-        walk = walk.changed(tree=check_topology(union))
     nodes = 1 + walk.draft_nodes
     together = _PROBABILITIES // (nodes * model.target.vocab_size)
     together = min(_TOGETHER, max(1, together))

@@ -1,6 +1,6 @@
 """One decode that shows what a step of many other settings would do.
 
-The walk follows one setting. Each of its steps drafts the union of all trees and scores it once.
+The walk follows one setting. Each of its steps drafts a tree and scores it once.
 Whether a draft is accepted depends only on p, q, its neighbours and the rule, so every setting is
 evaluated on the same drafts (`decoding/acceptance/expectation.py`). docs/prediction.md, "Many
 settings from one walk", says what this assumes.
@@ -8,10 +8,8 @@ settings from one walk", says what this assumes.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,15 +20,14 @@ from torch.nn import functional
 from lantern_bench.analysis.token_distance import BLOCKS
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.acceptance.expectation import ExpectedStep, expected_step
+from lantern_bench.decoding.acceptance.expectation import ExpectedStep, ScoredDrafts
 from lantern_bench.decoding.loop import configured_rule, decode, image_generators
 from lantern_bench.decoding.protocol import Logits
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.decoding.step import SpeculativeStep
-from lantern_bench.decoding.tree import DraftTree, StaticTree
+from lantern_bench.decoding.tree import DraftTree
 from lantern_bench.methods.catalog import RULES
 from lantern_bench.methods.parameters import SAMPLING
-from lantern_bench.methods.static_trees import Topology
 from lantern_bench.metrics.token_sums import ImageLayout, centred_features
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.utils.progress import ignore_events
@@ -82,7 +79,7 @@ def walk_images(
 
     Args:
         model: The model.
-        walk: The setting that is followed. Its tree contains the trees of all settings.
+        walk: The setting that is followed.
         settings: Settings that sample and draft as `walk` does.
         prompts: The prompts, decoded together.
         seeds: The seed of each image.
@@ -100,29 +97,6 @@ def walk_images(
     return shadow.sums
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A tree inside the tree of the walk, and the settings that draft it."""
-
-    # None: the tree of the walk itself
-    shape: StaticTree | None
-    # its nodes in the tree of the walk, int64 [m]; all, if it is this tree
-    nodes: Tensor | slice
-    # by index
-    settings: Sequence[int]
-
-    def draft(self, tree: DraftTree) -> DraftTree:
-        """Return this part of the drafts of a step."""
-        if self.shape is None or tree.q is None:
-            return tree
-        # A node that could not be drawn is nobody's child.
-        is_drawn = torch.zeros_like(tree.tokens, dtype=torch.bool)
-        is_drawn.scatter_(1, tree.children.clamp_min(0).flatten(1), value=True)
-        return self.shape.draft(
-            tree.tokens[:, self.nodes], tree.q[:, self.nodes], valid=is_drawn[:, self.nodes]
-        )
-
-
 class _ScoredNodes(NamedTuple):
     """The nodes of the draft of a step; the token behind a node is the one emitted there."""
 
@@ -133,10 +107,6 @@ class _ScoredNodes(NamedTuple):
     covariance: Tensor
     # in which block of the image the token behind is; 0 for forced tokens, [B, M, blocks]
     in_block: Tensor
-
-    def at(self, nodes: Tensor | slice) -> _ScoredNodes:
-        """Return some of the nodes."""
-        return _ScoredNodes(*(values[:, nodes] for values in self))
 
 
 class ShadowWalk:
@@ -160,7 +130,6 @@ class ShadowWalk:
         self._layout = ImageLayout.of(model)
         self._progress = progress
         self._rules = [configured_rule(setting, model) for setting in settings]
-        self._parts = list(_parts(walk, settings, device=model.target.device))
         # Without filters the target can give every token.
         self._is_filtered = bool(walk.value("top_k")) or walk.value("top_p") < 1
         self._features = len(feature_names(model, walk))
@@ -180,10 +149,9 @@ class ShadowWalk:
         """Add what each setting is expected to do in a step."""
         images = step.images
         is_active = images.position < images.tokens_wanted
+        active = is_active.nonzero().squeeze(1)
         self.sums.steps[:] += is_active.double().cpu().numpy()
-        every_node = self._scored(step, logits)
-        for part in self._parts:
-            self._add_part(part, every_node.at(part.nodes), step=step, is_active=is_active)
+        self._add_step(step, self._scored(step, logits), active=active)
         done = images.position.clamp_max(images.tokens_wanted).sum() / images.tokens_wanted
         self._progress(float(done) / len(is_active))
 
@@ -228,57 +196,49 @@ class ShadowWalk:
             in_block=in_block * layout.is_drawn[positions].unsqueeze(2),
         )
 
-    def _add_part(
-        self, part: _Part, nodes: _ScoredNodes, *, step: SpeculativeStep, is_active: Tensor
-    ) -> None:
-        """Add the settings of one tree."""
-        tree = part.draft(step.drafting.tree)
-        features = tree.rows(nodes.features)
-
-        def expected(rule: ConfiguredRule, features: Tensor | None) -> ExpectedStep:
-            return expected_step(
-                tree,
-                nodes.p,
-                rule,
-                depth_limit=step.images.depth_limit,
-                position=step.images.position,
-                features=features,
-            )
-
-        @functools.cache
-        def shift_of_strict() -> Any:
-            return expected(_STRICT, features).shift
-
-        for index in part.settings:
-            rule = self._rules[index]
-            found = expected(rule, None if rule.row.lossless else features)
-            reach = found.reach.double() * is_active[:, None]
-            self._add_counts(index, tree, reach=reach, found=found)
-            if found.shift is None:
+    def _add_step(self, step: SpeculativeStep, every: _ScoredNodes, *, active: Tensor) -> None:
+        """Add the settings at the images that are not done."""
+        nodes = _ScoredNodes(*(values[active] for values in every))
+        tree = step.drafting.tree.of_images(active)
+        drafts = ScoredDrafts(
+            tree,
+            nodes.p,
+            nodes.features,
+            depth_limit=step.images.depth_limit[active],
+            position=step.images.position[active],
+        )
+        shift_of_strict = drafts.expected(_STRICT).shift
+        images = active.cpu().numpy()
+        for index, rule in enumerate(self._rules):
+            found = drafts.expected(rule)
+            reach = found.reach.double()
+            self._add_counts(index, images, tree, found=found)
+            if rule.row.lossless:
                 continue
             # The shift of the strict rule is 0 on average: it only takes away noise of the drafts.
-            shift = (found.shift - shift_of_strict()).double()
+            shift = (found.shift - shift_of_strict).double()
             of_tokens = torch.cat([shift[..., : self._features], nodes.covariance], dim=2)
             in_block = (nodes.in_block * reach.unsqueeze(2)).transpose(1, 2)
-            self.sums.features[index] += (in_block @ of_tokens).cpu().numpy()
+            self.sums.features[index, images] += (in_block @ of_tokens).cpu().numpy()
             if self._is_filtered:
                 impossible = (reach * shift[..., -1]).sum(dim=1)
-                self.sums.impossible[index] += impossible.cpu().numpy()
+                self.sums.impossible[index, images] += impossible.cpu().numpy()
 
     def _add_counts(
-        self, index: int, tree: DraftTree, *, reach: Tensor, found: ExpectedStep
+        self, index: int, images: Array, tree: DraftTree, *, found: ExpectedStep
     ) -> None:
         """Add how often the nodes of a setting are committed, and their emitted TV."""
-        self.sums.reach[index, :, : reach.shape[1]] += reach.cpu().numpy()
+        reach = found.reach.double()
+        self.sums.reach[index, images, : reach.shape[1]] += reach.cpu().numpy()
         depths = self.sums.committed.shape[-1]
         at_depth = functional.one_hot(tree.depths, depths).double()
         both = torch.stack([reach, reach * found.tries], dim=1) @ at_depth
         committed, tested = both.cpu().numpy().transpose(1, 0, 2)
-        self.sums.committed[index] += committed
-        self.sums.tested[index] += tested
+        self.sums.committed[index, images] += committed
+        self.sums.tested[index, images] += tested
         if found.emitted_tv is not None:
             emitted_tv = (reach * found.emitted_tv).sum(dim=1)
-            self.sums.emitted_tv[index] += emitted_tv.cpu().numpy()
+            self.sums.emitted_tv[index, images] += emitted_tv.cpu().numpy()
 
 
 def strict_of(decoding: Decoding) -> Decoding:
@@ -301,20 +261,6 @@ def feature_names(model: LoadedModel, decoding: Decoding) -> list[str]:
 def draft_depth(decoding: Decoding) -> int:
     """Return the depth of the deepest draft of a static or dynamic tree."""
     return len(decoding.paths[-1]) if decoding.paths else int(decoding.value("depth"))
-
-
-def _parts(walk: Decoding, settings: Sequence[Decoding], device: torch.device) -> Iterator[_Part]:
-    """Yield each tree of the settings with its settings."""
-    by_tree: dict[Topology, list[int]] = {}
-    for index, setting in enumerate(settings):
-        by_tree.setdefault(setting.paths, []).append(index)
-    number = {path: node for node, path in enumerate([(), *walk.paths])}
-    for paths, indices in by_tree.items():
-        if paths == walk.paths:
-            yield _Part(shape=None, nodes=slice(None), settings=indices)
-        else:
-            nodes = torch.tensor([0, *(number[path] for path in paths)], device=device)
-            yield _Part(shape=StaticTree.of(paths, device), nodes=nodes, settings=indices)
 
 
 def _tokens_above(step: SpeculativeStep, line: int) -> Tensor:

@@ -21,7 +21,7 @@ from lantern_bench.methods.catalog import MODES, PARAMETERS, RULES, lossless_pai
 from lantern_bench.methods.static_trees import STATIC_TREES, Path, Topology, check_topology
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile.cost_model import dynamic_sizes
-from lantern_bench.profile.shadow_walk import WalkSums, strict_of, walk_images
+from lantern_bench.profile.shadow_walk import strict_of, walk_images
 from lantern_bench.profile.step_costs import StepCost, forward_ms, step_costs
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.progress import Emit, Note
@@ -89,21 +89,19 @@ def _static_lengths(
     else:
         settings = [decoding.changed(tree=probe_tree())]
     emit(Note(f"walking along {len(prompts)} images"))
-    parts = []
-    for number, prompt in enumerate(prompts):
+    reach = []
+    for setting in settings:
         sums = walk_images(
             model=model,
-            walk=strict_of(settings[-1]),
-            settings=settings,
-            prompts=[prompt],
-            seeds=[seed + number],
+            walk=strict_of(setting),
+            settings=[setting],
+            prompts=prompts,
+            seeds=range(seed, seed + len(prompts)),
         )
-        parts.append(sums)
-    walk = WalkSums.joined(parts)
-    reach = walk.reach.sum(axis=1) / walk.steps.sum()
+        reach.append(sums.reach[0].sum(axis=0) / sums.steps.sum())
     if decoding.rule_row.chains:
-        return dict(zip(settings, reach.sum(axis=1).tolist(), strict=True))
-    of_nodes = dict(zip(settings[0].paths, reach[0, 1:].tolist(), strict=True))
+        return dict(zip(settings, map(sum, reach), strict=True))
+    of_nodes = dict(zip(settings[0].paths, reach[0][1:].tolist(), strict=True))
     return {
         decoding.changed(tree=tree): length
         for tree, length in longest_trees(of_nodes, _MOST_NODES).items()

@@ -99,7 +99,7 @@ def test_a_finished_walk_is_not_walked_again(grid: Path, monkeypatch: pytest.Mon
     assert cli.main(command) == 0
     whole = surface("out")
     parts = sorted(Path("out/walks").iterdir())
-    assert len(parts) == 6  # three groups, two images at once
+    assert len(parts) == 8  # four trees, two images at once
     parts[0].unlink()
     walks = []
 
@@ -231,7 +231,7 @@ def test_flags_of_pictures_are_refused(
 
 def test_parts_of_walks_with_another_dtype_are_not_taken(grid: Path) -> None:
     typed = ["explore", str(grid), "--out", "out", "--modes", "speculative", "--verify", "0"]
-    for dtype, parts in {"float32": 1, "bfloat16": 2}.items():
+    for dtype, parts in {"float32": 3, "bfloat16": 6}.items():
         assert cli.main([*typed, "--images", "2", "--dtype", dtype]) == 0
         assert len(list(Path("out/walks").iterdir())) == parts
 

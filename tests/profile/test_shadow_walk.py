@@ -1,4 +1,4 @@
-"""A walk over the union of trees: what it adds up for each setting."""
+"""A walk: what it adds up for each setting."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import torch
 
 from lantern_bench.analysis.token_distance import FeatureSums
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.loop import decode, image_generators
-from lantern_bench.methods.static_trees import check_topology
+from lantern_bench.decoding.acceptance.expectation import ScoredDrafts
+from lantern_bench.decoding.loop import configured_rule, decode, image_generators
+from lantern_bench.decoding.protocol import Logits
+from lantern_bench.decoding.sampling import decoding_probabilities, guide
+from lantern_bench.decoding.step import SpeculativeStep
+from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.metrics.token_sums import ImageLayout
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.profile import shadow_walk
 from lantern_bench.profile.shadow_walk import ShadowWalk, WalkSums, feature_names
 
 PROMPTS = [
@@ -43,46 +46,55 @@ def walked(
     return shadow.sums, told
 
 
-def test_a_tree_inside_the_union_has_the_reach_of_its_nodes(lanterns: LoadedModel) -> None:
-    """A node-by-node rule decides on a child by its parent and its earlier siblings alone."""
-    small = of_tree("small-7")
-    chain = of_tree("chain-4")
-    union = small.changed(tree=check_topology({*small.paths, *chain.paths}))
-    relaxed = of_tree("chain-4", "lantern", neighbours=20, delta=0.05)
-    sums, told = walked(lanterns, union, [union, chain, relaxed], PROMPTS)
+def test_a_tree_inside_another_has_the_reach_of_its_nodes(lanterns: LoadedModel) -> None:
+    """A node-by-node rule decides on a child by its parent and its earlier siblings alone.
 
-    number = {path: node for node, path in enumerate([(), *union.paths])}
-    nodes = [number[path] for path in [(), *chain.paths]]
-    np.testing.assert_allclose(sums.reach[1, :, :5], sums.reach[0][:, nodes], rtol=1e-5)
-    assert not sums.reach[1, :, 5:].any()
-    np.testing.assert_allclose(sums.reach[:, :, 0], np.tile(sums.steps, (3, 1)))
-    np.testing.assert_allclose(sums.committed.sum(axis=2), sums.reach.sum(axis=2))
-    assert sums.reach[2].sum() > sums.reach[1].sum()
-    assert not sums.features[1, ..., 0].any()
-    assert told == sorted(told)
-    assert 0.5 < told[-1] < 1.0
+    `longest_trees` relies on it.
+    """
+    whole = of_tree("small-7")
+    small = whole.changed(tree=[path for path in whole.paths if len(path) == 1])
+    number = {path: node for node, path in enumerate([(), *whole.paths])}
+    nodes = torch.tensor([number[path] for path in [(), *small.paths]])
+    shape = StaticTree.of(small.paths)
+    rules = [
+        configured_rule(setting, lanterns)
+        for setting in (whole, of_tree("small-7", "lantern", neighbours=20, delta=0.05))
+    ]
 
+    def compare(step: SpeculativeStep, logits: Logits) -> None:
+        tree = step.drafting.tree
+        assert tree.q is not None
+        guided = guide(logits.cond, logits.uncond, whole.cfg_scale)
+        p = decoding_probabilities(guided, whole)
+        features = torch.zeros_like(p).unsqueeze(2)
+        part = shape.draft(tree.tokens[:, nodes], tree.q[:, nodes])
+        every = ScoredDrafts(tree, p, features)
+        inside = ScoredDrafts(part, p[:, nodes], features[:, nodes])
+        for rule in rules:
+            expected = every.expected(rule).reach[:, nodes]
+            assert (expected[:, 1:] > 0).any()
+            torch.testing.assert_close(inside.expected(rule).reach, expected)
 
-def test_the_union_of_one_setting_is_the_setting(lanterns: LoadedModel) -> None:
-    """A tree cut out of the union drafts, and is decided on, as the tree itself."""
-    relaxed = of_tree("chain-4", "lantern++", neighbours=20, lambda_=3)
-    (alone, _) = walked(lanterns, of_tree("chain-4"), [relaxed], PROMPTS)
-    part = shadow_walk._Part(
-        shape=shadow_walk.StaticTree.of(relaxed.paths), nodes=torch.arange(5), settings=[0]
-    )
-    walk = of_tree("chain-4")
-    shadow = ShadowWalk(lanterns, walk, [relaxed], images=2, progress=lambda _done: None)
-    shadow._parts = [part]
     decode(
         model=lanterns,
         condition=lanterns.condition(PROMPTS),
-        decoding=walk,
+        decoding=whole,
         generators=image_generators(lanterns, range(2)),
         tokens=TOKENS,
-        observe=shadow.observe,
+        observe=compare,
     )
-    for name, expected in alone._asdict().items():
-        np.testing.assert_allclose(getattr(shadow.sums, name), expected, atol=1e-5, err_msg=name)
+
+
+def test_a_walk_counts_the_nodes_that_each_setting_commits(lanterns: LoadedModel) -> None:
+    walk = of_tree("chain-4")
+    relaxed = of_tree("chain-4", "lantern", neighbours=20, delta=0.05)
+    sums, told = walked(lanterns, walk, [walk, relaxed], PROMPTS)
+    np.testing.assert_allclose(sums.reach[:, :, 0], np.tile(sums.steps, (2, 1)))
+    np.testing.assert_allclose(sums.committed.sum(axis=2), sums.reach.sum(axis=2))
+    assert sums.reach[1].sum() > sums.reach[0].sum()
+    assert not sums.features[0, ..., 0].any()
+    assert told == sorted(told)
+    assert 0.5 < told[-1] < 1.0
 
 
 def test_features_are_summed_over_the_tokens_of_a_step(lanterns: LoadedModel) -> None:

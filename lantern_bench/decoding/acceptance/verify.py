@@ -128,7 +128,7 @@ def verify_greedy(
     taken = tokens == best.unsqueeze(2)
     mass = torch.zeros_like(tokens, dtype=torch.float32)
     if rule.takes_neighbours:
-        children = _children_of(tree, guided_logits, offered, position=position)
+        children = children_of(tree, guided_logits, offered, position=position)
         is_relaxed_best, mass_of_rows = _relaxed_argmax(children, rule)
         taken |= tree.by_node(is_relaxed_best)
         mass = tree.by_node(mass_of_rows)
@@ -164,13 +164,20 @@ def accept_drafts(
         The offered children [B, M, C], -1 where there is none, and their acceptance.
     """
     offered = offered_children(tree, depth_limit)
-    return offered, rule.accept(_children_of(tree, target_probs, offered, position=position))
+    return offered, rule.accept(children_of(tree, target_probs, offered, position=position))
 
 
-def _children_of(
+def children_of(
     tree: DraftTree, p: Tensor, offered: Tensor, *, position: Tensor | None
 ) -> Children:
-    """Return the children of all nodes in `tree.layout`, given p or logits at every node."""
+    """Return the children of all nodes in `tree.layout`.
+
+    Args:
+        tree: The drafts.
+        p: Target distributions or logits at every node, [B, M, V]; they are copied.
+        offered: The result of `offered_children`, [B, M, C].
+        position: As in `verify`.
+    """
     depth = tree.rows(tree.depths) + 1
     in_image = depth - 1
     if position is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.acceptance.expectation import expected_step
+from lantern_bench.decoding.acceptance.expectation import ScoredDrafts
 from lantern_bench.decoding.acceptance.verify import accept_drafts, verify
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import DraftTree
@@ -138,8 +138,7 @@ def test_expected_length_and_shift_are_exact(
     limit = torch.full((len(p),), depth)
     features = features_at(tree, p)
     truth = by_enumeration(weights, tree, p, rule=rule, limit=limit, features=features)
-    step = expected_step(tree, p.clone(), rule, depth_limit=limit, features=tree.rows(features))
-    assert step.shift is not None
+    step = ScoredDrafts(tree, p.clone(), features, depth_limit=limit).expected(rule)
     reach = weights[:, None] * step.reach
     assert float(reach.sum()) == pytest.approx(truth.length, abs=1e-6)
     shift = (reach[..., None] * step.shift).sum(dim=(0, 1))
@@ -158,11 +157,8 @@ def test_a_limit_of_0_commits_one_token_of_p() -> None:
     _, tree = model.drafts("small")
     p = model.target_at(tree)
     limit = torch.zeros(len(p), dtype=torch.int64)
-    features = tree.rows(features_at(tree, p))
-    step = expected_step(
-        tree, p, configured("strict", "exact"), depth_limit=limit, features=features
-    )
+    drafts = ScoredDrafts(tree, p, features_at(tree, p), depth_limit=limit)
+    step = drafts.expected(configured("strict", "exact"))
     assert not step.tries.any()
     assert_close(step.reach.sum(dim=1), torch.ones(len(p), dtype=torch.float64))
-    assert step.shift is not None
     assert_close(step.shift, torch.zeros_like(step.shift), atol=1e-9, rtol=0)
