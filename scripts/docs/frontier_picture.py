@@ -179,7 +179,7 @@ def _legend() -> list[Line2D]:
         for name, words in DRAFTS.items()
     ]
     intervals = Line2D([], [], color=GRAY, label="lines: 95% intervals")
-    shifted = Line2D([], [], ls="", label=f"†: not lossless, p < {SIGNIFICANT}")
+    shifted = Line2D([], [], ls="", label=f"†: not lossless, p < {SIGNIFICANT} in either run")
     return [*entries, intervals, shifted]
 
 
