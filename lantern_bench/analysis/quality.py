@@ -105,6 +105,7 @@ def quality_rows(
     common: Row = {
         **cell.columns,
         "output": cell.output,
+        "images": 0,
         "failed": cell.failed,
         **emitted.columns("emitted_tv"),
         # the mean of an accepted draft
@@ -125,13 +126,13 @@ def quality_rows(
             note = join_notes([row["note"], spread.get("note")])
             row |= spread | _differences(cell, family, of_protocol) | {"note": note}
         note = join_notes([row["note"], of_tokens.get("note"), emitted.note])
-        rows.append(row | of_tokens | {"note": note})
+        rows.append(row | of_tokens | {"images": row["images"], "note": note})
         of_cell = {**cell.columns, "output": cell.output, "protocol": protocol}
         rows += [of_cell | row for row in _category_rows(cell, family, of_protocol)]
     if not rows:
         note = "pictures not scored" if of_tokens else "not scored"
         note = join_notes([note, of_tokens.get("note"), emitted.note])
-        rows.append(common | of_tokens | {"images": 0, "note": note})
+        rows.append(common | of_tokens | {"note": note})
     return rows
 
 

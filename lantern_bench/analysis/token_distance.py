@@ -98,7 +98,7 @@ def _figures(cell: CellRecords, rows: Mapping[str, Row], *, is_mixed: bool) -> R
     tokens = [row["tokens"] for row in images]
     first = images[0]
 
-    figures = token_shares(images)
+    figures = token_shares(images) | {"images": len(images)}
     if not first["features"]:  # at temperature 0
         return figures
 

@@ -35,6 +35,8 @@ from tests.helpers.made_up_run import (
     write_run,
 )
 
+REFERENCE = Path(__file__).parents[2] / "results" / "reference"
+
 
 def read_tables(run):
     (data,) = load_runs([run]).values()
@@ -375,6 +377,11 @@ def test_unscored_cells_and_images_say_so():
     assert _row(quality, AR)["note"] == "not scored"
     assert _row(quality, AR)["images"] == 0
     assert _row(quality, STRICT)["note"] == "3 of 4 images scored"
+
+
+def test_without_scores_of_pictures_the_images_of_the_distance_are_counted():
+    quality = read_tables(REFERENCE / "zipar")["quality"]
+    assert set(quality["images"]) == {24}
 
 
 def test_last_score_counts():
