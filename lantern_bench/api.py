@@ -360,7 +360,7 @@ def explore(
     progress: bool | Callable[[Event], None] = True,
     **overrides: Any,
 ) -> pd.DataFrame:
-    """Predict speed and distance of every cell from one walk, as `lantern-bench explore` does.
+    """Predict speed and distance of every cell from walks, as `lantern-bench explore` does.
 
     The same call continues an interrupted walk.
 

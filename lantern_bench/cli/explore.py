@@ -56,7 +56,7 @@ def explore(
     *,
     flags: dict[str, Any],
 ) -> None:
-    """Predict speed and distance of every cell from one walk over a few images (default: 16)."""
+    """Predict speed and distance of every cell from a walk on each tree (default: 16 images)."""
     from lantern_bench.profile import exploration
     from lantern_bench.profile.cost_model import find_device
     from lantern_bench.report.draw import SURFACE, draw_surface

@@ -95,4 +95,7 @@ def read_own_table(path: Path, codes: int) -> Tensor:
         )
     if not ((table >= 0) & (table < codes)).all() or (table == np.arange(codes)[:, None]).any():
         raise UserError(f"{path}: each row must name other codes, from 0 to {codes - 1}")
+    ordered = np.sort(table, axis=1)
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise UserError(f"{path}: a row names a code twice")
     return torch.from_numpy(table.astype(np.int32))

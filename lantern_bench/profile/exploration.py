@@ -1,4 +1,4 @@
-"""Predict length, distance and speedup of many settings from one walk over a few images.
+"""Predict length, distance and speedup of many settings from a walk on each tree.
 
 Settings that sample and draft alike share a walk (`shadow_walk.py`). docs/prediction.md, "Many
 settings from one walk", says what is exact, what is assumed, and what was measured.

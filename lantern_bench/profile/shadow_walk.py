@@ -38,14 +38,14 @@ _STRICT = ConfiguredRule(RULES["strict"])
 
 
 class WalkSums(NamedTuple):
-    """Sums over the steps of B images, for each of S settings; trees have at most M nodes.
+    """Sums over the steps of B images, for each of S settings on one tree of M nodes.
 
     Everything but `steps` is an expected number, given the drafts of the walk.
     """
 
     # steps of the walk, [B]
     steps: Array
-    # times that each node of the setting's tree is committed, the root always, [S, B, M]
+    # times that each node of the tree is committed, the root always, [S, B, M]
     reach: Array
     # times that a node of each depth is committed, [S, B, D + 1]
     committed: Array
@@ -125,7 +125,7 @@ class ShadowWalk:
         images: int,
         progress: Callable[[float], None],
     ) -> None:
-        """Prepare the rules and the trees of the settings; arguments as of `walk_images`."""
+        """Prepare the rules of the settings; arguments as of `walk_images`."""
         self._walk = walk
         self._layout = ImageLayout.of(model)
         self._progress = progress

@@ -21,7 +21,7 @@ from lantern_bench.methods.catalog import MODES, PARAMETERS, RULES, lossless_pai
 from lantern_bench.methods.static_trees import STATIC_TREES, Path, Topology, check_topology
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile.cost_model import dynamic_sizes
-from lantern_bench.profile.shadow_walk import strict_of, walk_images
+from lantern_bench.profile.shadow_walk import WalkSums, strict_of, walk_images
 from lantern_bench.profile.step_costs import StepCost, forward_ms, step_costs
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.progress import Emit, Note
@@ -82,7 +82,17 @@ def _fits(path: Path, tree: Collection[Path]) -> bool:
 def _static_lengths(
     model: LoadedModel, decoding: Decoding, prompts: Sequence[str], *, seed: int, emit: Emit
 ) -> dict[Decoding, float]:
-    """Return the expected length of many static trees, from one walk over one tree."""
+    """Return the expected length of many static trees.
+
+    A rule on chains walks along each chain, other rules along one tree that contains all others.
+
+    Args:
+        model: The model.
+        decoding: The rule and the sampling.
+        prompts: Prompts of the walk, decoded one after the other.
+        seed: The seed of the first image.
+        emit: Receives progress.
+    """
     if decoding.rule_row.chains:
         # The rule decides on each chain as a whole.
         settings = [decoding.changed(tree=_CHAIN[:levels]) for levels in range(1, _LEVELS + 1)]
@@ -91,14 +101,18 @@ def _static_lengths(
     emit(Note(f"walking along {len(prompts)} images"))
     reach = []
     for setting in settings:
-        sums = walk_images(
-            model=model,
-            walk=strict_of(setting),
-            settings=[setting],
-            prompts=prompts,
-            seeds=range(seed, seed + len(prompts)),
-        )
-        reach.append(sums.reach[0].sum(axis=0) / sums.steps.sum())
+        parts = []
+        for number, prompt in enumerate(prompts):
+            sums = walk_images(
+                model=model,
+                walk=strict_of(setting),
+                settings=[setting],
+                prompts=[prompt],
+                seeds=[seed + number],
+            )
+            parts.append(sums)
+        walk = WalkSums.joined(parts)
+        reach.append(walk.reach[0].sum(axis=0) / walk.steps.sum())
     if decoding.rule_row.chains:
         return dict(zip(settings, map(sum, reach), strict=True))
     of_nodes = dict(zip(settings[0].paths, reach[0][1:].tolist(), strict=True))

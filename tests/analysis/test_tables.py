@@ -32,10 +32,9 @@ from tests.helpers.made_up_run import (
     make_record,
     make_records,
     make_scores,
+    token_scores,
     write_run,
 )
-
-REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 
 
 def read_tables(run):
@@ -380,8 +379,11 @@ def test_unscored_cells_and_images_say_so():
 
 
 def test_without_scores_of_pictures_the_images_of_the_distance_are_counted():
-    quality = read_tables(REFERENCE / "zipar")["quality"]
-    assert set(quality["images"]) == {24}
+    records = [record for record in make_records() if record["cell_id"] == STRICT.cell_id]
+    of_tokens = list(map(token_scores, records))
+    assert build_tables(records, of_tokens[:3])["quality"]["images"].tolist() == [3]
+    (cell,) = build_tables(records, of_tokens + make_scores(records))["quality"]["images"].unique()
+    assert cell == 4
 
 
 def test_last_score_counts():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from lantern_bench.decoding import neighbours
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.models import neighbour_tables
-from lantern_bench.models.neighbour_tables import kept_nearest_codes
+from lantern_bench.models.neighbour_tables import kept_nearest_codes, read_own_table
+from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.progress import heard_by
 from tests.helpers.tiny_model import TinyModel
 
@@ -136,3 +138,22 @@ def test_a_slow_table_shows_its_progress(monkeypatch):
         nearest_codes(CODES, 7)
     assert [event.done for event in events] == [0.25, 0.5, 0.75, 1.0]
     assert {event.label for event in events} == {"nearest codes"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([[1, 2], [0, 2], [1, 0]], None),
+        ([[1, 2], [2, 2], [1, 0]], "a row names a code twice"),
+        ([[1, 2], [1, 2], [1, 0]], "each row must name other codes, from 0 to 2"),
+        ([[1, 2], [0, 3], [1, 0]], "each row must name other codes, from 0 to 2"),
+    ],
+)
+def test_a_table_of_the_user_names_other_codes_once(tmp_path, rows, problem):
+    file = tmp_path / "mine.npy"
+    np.save(file, np.array(rows))
+    if problem is None:
+        assert read_own_table(file, 3).tolist() == rows
+        return
+    with pytest.raises(UserError, match=problem):
+        read_own_table(file, 3)

@@ -122,7 +122,7 @@ class ScoredDrafts:
         """Decide on a chain, and return the sums of the features of its residuals [N, F + 1].
 
         With one child at each node, a residual of a rule by neighbours is the strict residual
-        without the neighbours taken. So it takes no pass over the vocabulary.
+        without the neighbours taken. So it takes no pass over the vocabulary. Drafts have q(x) > 0.
         """
         children = self._children
         decision = rule.decide(Residual(children, rule.codebook).drafts(children.tokens.squeeze(1)))
@@ -134,7 +134,7 @@ class ScoredDrafts:
         acceptance = Acceptance(
             accept=decision.probability[:, None],
             neighbour_mass=decision.neighbour_mass[:, None],
-            residual=residual,
+            residual=residual,  # strict; `of_residual` leaves out the neighbours taken
             exhausted=of_residual[:, -1] < _EMPTY,
             emitted_tv=torch.stack([tv - 1.0, tv]),
         )
