@@ -30,16 +30,21 @@ def of_tree(tree: object, mode: str = "speculative", **values: object) -> Decodi
 
 
 def walked(
-    model: LoadedModel, walk: Decoding, settings: list[Decoding], prompts: list[str]
+    model: LoadedModel,
+    walk: Decoding,
+    settings: list[Decoding],
+    prompts: list[str],
+    first_seed: int = 0,
 ) -> tuple[WalkSums, list[float]]:
     """The sums of a walk over the first tokens, and the progress that it told."""
+    seeds = range(first_seed, first_seed + len(prompts))
     told: list[float] = []
     shadow = ShadowWalk(model, walk, settings, images=len(prompts), progress=told.append)
     decode(
         model=model,
         condition=model.condition(prompts),
         decoding=walk,
-        generators=image_generators(model, range(len(prompts))),
+        generators=image_generators(model, seeds),
         tokens=TOKENS,
         observe=shadow.observe,
     )
@@ -117,6 +122,48 @@ def test_features_are_summed_over_the_tokens_of_a_step(lanterns: LoadedModel) ->
     assert variance is not None
     assert 0 < total.covariance[0, 3, 3] / tokens < float(variance.square().max())
     assert total.sums[0, 0] != 0
+
+
+def test_images_of_a_batch_have_the_sums_of_their_own_walks(lanterns: LoadedModel) -> None:
+    """Also those that are done later than others."""
+    walk = of_tree("chain-4")
+    settings = [walk, of_tree("chain-4", "lantern", neighbours=20, delta=0.05)]
+    together, _ = walked(lanterns, walk, settings, PROMPTS)
+    alone = WalkSums.joined(
+        [
+            walked(lanterns, walk, settings, [prompt], first_seed=seed)[0]
+            for seed, prompt in enumerate(PROMPTS)
+        ]
+    )
+    assert together.steps[0] != together.steps[1]
+    for name, sums in together._asdict().items():
+        expected = getattr(alone, name)
+        np.testing.assert_allclose(sums, expected, rtol=1e-3, atol=1e-3, err_msg=name)
+
+
+def test_nothing_is_committed_behind_the_end_of_an_image(lanterns: LoadedModel) -> None:
+    walk = of_tree("chain-4")
+    greedy = of_tree("chain-4", "lantern", neighbours=100, delta=0.9)
+    shadow = ShadowWalk(lanterns, walk, [greedy], images=1, progress=lambda _fraction: None)
+    cut = []
+
+    def observe(step: SpeculativeStep, logits: Logits) -> None:
+        before = shadow.sums.committed.copy()
+        shadow.observe(step, logits)
+        limit = int(step.images.depth_limit[0])
+        added = (shadow.sums.committed - before)[0, 0]
+        assert added[: 1 + limit].all()
+        assert not added[1 + limit :].any()
+        cut.append(limit < 4)
+
+    decode(
+        model=lanterns,
+        condition=lanterns.condition(PROMPTS[:1]),
+        decoding=walk,
+        generators=image_generators(lanterns, range(1)),
+        observe=observe,
+    )
+    assert any(cut)
 
 
 def test_joined_walks_have_the_images_of_both(lanterns: LoadedModel) -> None:

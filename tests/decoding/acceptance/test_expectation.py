@@ -5,6 +5,7 @@ The truth takes each step through `verify`, forced to stop at each node in turn.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -162,3 +163,29 @@ def test_a_limit_of_0_commits_one_token_of_p() -> None:
     assert not step.tries.any()
     assert_close(step.reach.sum(dim=1), torch.ones(len(p), dtype=torch.float64))
     assert_close(step.shift, torch.zeros_like(step.shift), atol=1e-9, rtol=0)
+
+
+def test_a_rule_reads_the_position_of_a_draft() -> None:
+    """A relaxed rule from position 5 on, which is strict before it."""
+    additive = configured("additive", "exact")
+    row = replace(
+        additive.row,
+        function=lambda draft, values: torch.where(draft.position < 5, 0.0, draft.number(0.9)),
+    )
+    rule = ConfiguredRule(row, additive.values, additive.codebook)
+    model = Tabular(VOCABULARY, Setting(), seed=3)
+    _, tree = model.drafts("chain")
+    p = model.target_at(tree)
+
+    def reach(rule: ConfiguredRule, position: int) -> Tensor:
+        positions = torch.full((len(p),), position)
+        drafts = ScoredDrafts(tree, p, features_at(tree, p), position=positions)
+        return drafts.expected(rule).reach
+
+    strict = reach(configured("strict", "exact"), 0)
+    assert_close(reach(rule, 0), strict)
+    assert (reach(rule, 5).sum(dim=1) >= strict.sum(dim=1)).all()
+    assert reach(rule, 5).sum() > strict.sum() + 1
+    # At position 4, the first draft is before position 5 and the others are not.
+    assert_close(reach(rule, 4)[:, :2], strict[:, :2])
+    assert reach(rule, 4).sum() > strict.sum() + 0.1
