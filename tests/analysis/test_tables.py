@@ -382,8 +382,10 @@ def test_without_scores_of_pictures_the_images_of_the_distance_are_counted():
     records = [record for record in make_records() if record["cell_id"] == STRICT.cell_id]
     of_tokens = list(map(token_scores, records))
     assert build_tables(records, of_tokens[:3])["quality"]["images"].tolist() == [3]
-    (cell,) = build_tables(records, of_tokens + make_scores(records))["quality"]["images"].unique()
-    assert cell == 4
+    of_pictures = [row for row in make_scores(records) if row["level"] == "image"]
+    both = build_tables(records, of_tokens + of_pictures[:2])["quality"]
+    assert both["images"].tolist() == [2]
+    assert both["distance"].notna().all()
 
 
 def test_last_score_counts():
