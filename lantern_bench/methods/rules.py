@@ -340,7 +340,8 @@ def gsd(draft: DraftView, values: Values) -> Tensor:
     cluster_p = clusters(p, outside=math.inf)  # infinitely far from every p, so never inside
     inside = (cluster_p - p[..., None]).abs() < draft.number(values["probability_gap"])
     codes = draft.embeddings[order].movedim(-1, 0)
-    squared_distance = (clusters(codes, outside=0.0) - codes[..., None]).square().sum(dim=0)
+    # In place, because the differences [d, ..., V, size] are by far the largest tensor.
+    squared_distance = (clusters(codes, outside=0.0) - codes[..., None]).square_().sum(dim=0)
     inside &= (squared_distance < code_gap) | (code_gap == 0)
     ratio = cluster_p.where(inside, 0.0).sum(dim=-1)
     q = draft.q

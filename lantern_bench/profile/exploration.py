@@ -6,9 +6,7 @@ settings from one walk", says what is exact, what is assumed, and what was measu
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,8 +36,9 @@ from lantern_bench.profile.cost_model import (
     tree_draft,
 )
 from lantern_bench.profile.prediction import sizes_of
-from lantern_bench.profile.shadow_walk import WalkSums, feature_names, strict_of, walk_images
+from lantern_bench.profile.shadow_walk import WalkSums, feature_names, strict_of
 from lantern_bench.profile.step_costs import step_costs
+from lantern_bench.profile.walks import parts_of, walk_in_two_processes, walked
 from lantern_bench.report.charts import is_dominated
 from lantern_bench.report.draw import SURFACE
 from lantern_bench.storage.records import rows_of
@@ -49,7 +48,7 @@ from lantern_bench.sweeps.decode_missing import key_fields
 from lantern_bench.sweeps.request import Request, prepare
 from lantern_bench.sweeps.run import run
 from lantern_bench.utils.errors import UserError, joined
-from lantern_bench.utils.files import check_writable, write_file
+from lantern_bench.utils.files import check_writable
 from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 
 IMAGES = 16
@@ -58,8 +57,6 @@ IMAGES = 16
 PREDICTABLE = ("static", "dynamic")
 """Draftings whose drafts depend on the committed tokens alone."""
 
-_TOGETHER = 16  # most images of a walk that are decoded at once; finished ones are kept in a file
-_PROBABILITIES = 2**22  # most probabilities of a step, images times nodes times vocabulary
 _TIMED_IMAGES = 2  # with which the cost of a step is measured
 
 
@@ -158,9 +155,7 @@ def explore(request: Request, emit: Emit, device: Device | None = None) -> pd.Da
 
         # 1. Walk, uncompiled.
         fields = key_fields({name: model}, experiment.settings, compute, cells=cells.values())
-        figures = _predicted(
-            model, list(cells), images, folder=request.folder, fields=fields, emit=emit
-        )
+        figures = _predicted(request, model, list(cells), fields=fields, emit=emit)
 
         # 2. Measure steps as a sweep takes them, or model them.
         if device is not None:
@@ -191,92 +186,38 @@ def _images(request: Request) -> list[ImageTask]:
 
 
 def _predicted(
+    request: Request,
     model: LoadedModel,
     settings: Sequence[Decoding],
-    images: Sequence[ImageTask],
     *,
-    folder: Path,
     fields: Mapping[str, Any],
     emit: Emit,
 ) -> dict[Decoding, Row]:
     """Walk once for each group of settings, and return the figures of each setting."""
+    images = _images(request)
     groups: dict[Decoding, list[Decoding]] = {}
     for setting in settings:
         groups.setdefault(strict_of(setting), []).append(setting)
+    walks = [
+        parts_of(
+            strict,
+            group,
+            images,
+            vocab_size=model.target.vocab_size,
+            folder=request.folder,
+            fields=fields,
+        )
+        for strict, group in groups.items()
+    ]
+    every = list(itertools.chain.from_iterable(walks))
+    walk_in_two_processes(request, model, parts=every, emit=emit)
     prompts = [task.prompt.id for task in images]
     found = {}
-    for group in groups.values():
-        sums = walked(model, group, images, folder=folder, fields=fields, emit=emit)
+    for group, parts in zip(groups.values(), walks, strict=True):
+        sums = walked(model, parts, emit)
         for index, setting in enumerate(group):
             found[setting] = _figures(sums, index, setting=setting, model=model, prompts=prompts)
     return found
-
-
-def walked(
-    model: LoadedModel,
-    settings: Sequence[Decoding],
-    images: Sequence[ImageTask],
-    *,
-    folder: Path,
-    fields: Mapping[str, Any],
-    emit: Emit,
-    follow: Decoding | None = None,
-) -> WalkSums:
-    """Walk along images, and evaluate settings of one group at every step.
-
-    Args:
-        model: The model.
-        settings: The settings.
-        images: The images.
-        folder: Parts of walks are kept here; a part that is there is not walked again.
-        fields: The facts of `key_fields`, on which a part depends.
-        emit: Receives progress.
-        follow: The setting that is followed. Default: the strict rule.
-    """
-    walk = follow or strict_of(settings[0])
-    nodes = 1 + walk.draft_nodes
-    together = _PROBABILITIES // (nodes * model.target.vocab_size)
-    together = min(_TOGETHER, max(1, together))
-    parts: list[WalkSums] = []
-    for start in range(0, len(images), together):
-        tasks = images[start : start + together]
-
-        def progress(fraction: float, start: int = start, count: int = len(tasks)) -> None:
-            done = start + fraction * count
-            emit(
-                ProgressEvent(
-                    f"walk of {len(settings)} settings along {walk.cell_id}", done, len(images)
-                )
-            )
-
-        path = folder / "walks" / f"{_key([walk, *settings], tasks, fields)}.npz"
-        if not path.is_file():
-            sums = walk_images(
-                model=model,
-                walk=walk,
-                settings=settings,
-                prompts=[task.prompt.text for task in tasks],
-                seeds=[task.seed for task in tasks],
-                progress=progress,
-            )
-            content = io.BytesIO()
-            np.savez_compressed(content, **sums._asdict())
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, content.getvalue(), flag="--out")
-        with np.load(path) as stored:
-            parts.append(WalkSums(**stored))
-        progress(1.0)
-    return WalkSums.joined(parts)
-
-
-def _key(every: Sequence[Decoding], tasks: Sequence[ImageTask], fields: Mapping[str, Any]) -> str:
-    """Return a hash of everything that a part of a walk depends on; the walk comes first."""
-    covered = [
-        dict(fields),
-        [decoding.settings() for decoding in every],
-        [(task.prompt.text, task.seed) for task in tasks],
-    ]
-    return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _figures(
@@ -359,10 +300,12 @@ def measured_times(
 ) -> dict[Decoding, StepTimes]:
     """Measure one step for each tree and rule, with the most neighbours that a setting has.
 
+    Rules on one tree draft and score alike, so the time of both is a mean over these rules.
+
     Args:
         model: Decodes the images.
         settings: The settings.
-        images: The first of them are decoded.
+        images: The first half of the first of them is decoded.
         emit: Receives progress.
     """
 
@@ -374,12 +317,15 @@ def measured_times(
     decodings = [settings[0].autoregressive(), *timed.values()]
     choose_threads(model, images[0].prompt.text, reversed(decodings), emit=emit)
     prompts = [task.prompt.text for task in images[:_TIMED_IMAGES]]
-    ar, *others = step_costs(model, decodings, prompts, emit=emit)
+    half = -(-model.target.image_tokens // 2)
+    ar, *others = step_costs(model, decodings, prompts, tokens=half, emit=emit)
     prefill = 1e3 * sum(trace.phases["prefill"] for trace in ar.traces) / len(ar.traces)
-    steps = dict(zip(timed, others, strict=True))
+    parts = pd.DataFrame([cost.parts for cost in others])
+    trees = [str(setting.tree_label) for setting in timed.values()]
+    shared = parts[["draft_ms", "target_ms"]].groupby(trees).transform("mean")
+    steps = dict(zip(timed, parts.assign(**shared).sum(axis=1), strict=True))
     return {
-        setting: StepTimes(prefill, ar=ar.total, step=steps[kind(setting)].total)
-        for setting in settings
+        setting: StepTimes(prefill, ar=ar.total, step=steps[kind(setting)]) for setting in settings
     }
 
 
@@ -496,15 +442,16 @@ def verify_best(
             for figure in ("speedup", "mean_accepted_length", "distance"):
                 found[figure + end] = measured.at[name, figure + end]
         strict = strict_of(cell.decoding)
-        sums = walked(
-            models[cell.model],
+        model = models[cell.model]
+        parts = parts_of(
+            cell.decoding,
             [strict],
             images,
+            vocab_size=model.target.vocab_size,
             folder=request.folder,
-            fields=key_fields({cell.model: models[cell.model]}, settings, compute, cells=[cell]),
-            emit=emit,
-            follow=cell.decoding,
+            fields=key_fields({cell.model: model}, settings, compute, cells=[cell]),
         )
+        sums = walked(model, parts, emit)
         found["strict_length"] = sums.reach.sum() / sums.steps.sum()
         rows.append(found)
     verified = frame("verified", rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -139,7 +139,7 @@ def _groups(runs: Mapping[str, RunData], by: str) -> dict[str, RunData]:
 
 
 def draw_surface(table: pd.DataFrame, folder: Path) -> list[Path]:
-    """Draw the predictions of an exploration, and return the files.
+    """Draw the predictions of an exploration as PNG with their data, and return the files.
 
     There are a chart of the settings that no other one beats in speedup and distance, charts
     against each parameter that varies, and maps of the speedup over neighbours and a bound, with
@@ -165,7 +165,7 @@ def draw_surface(table: pd.DataFrame, folder: Path) -> list[Path]:
     files = []
     with rc_context({**_LOOK, "svg.hashsalt": front.name}):
         for chart in (front, *bound_charts(points, OF_CURVES)):
-            files += _save_all(to_matplotlib(chart, styles), chart, folder)
+            files += _save_all(to_matplotlib(chart, styles), chart, folder, kinds=("png",))
         for bound in ("delta", "lambda"):
             mapped = table.dropna(subset=[bound, "neighbours"])
             for (model, tree), rows in mapped.groupby(["model", "tree"]):
@@ -197,12 +197,14 @@ def _map(rows: pd.DataFrame, bound: str) -> Figure:
     return figure
 
 
-def _save_all(figure: Figure, chart: Chart, folder: Path) -> list[Path]:
-    """Save a chart in every format, and its data."""
+def _save_all(
+    figure: Figure, chart: Chart, folder: Path, kinds: Iterable[str] = tuple(_METADATA)
+) -> list[Path]:
+    """Save a chart in some formats, and its data."""
     files = []
-    for kind, metadata in _METADATA.items():
+    for kind in kinds:
         path = folder / f"{chart.name}.{kind}"
-        save_figure(figure, path, metadata=metadata)
+        save_figure(figure, path, metadata=_METADATA[kind])
         files.append(path)
     path = folder / f"{chart.name}.csv"
     write_csv(chart.points, path)

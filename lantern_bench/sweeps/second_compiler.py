@@ -12,15 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import psutil
 import torch
 
 from lantern_bench.models.load import load_to_decode
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.sweeps.decoder import Batch, Decoder, prepare_models
 from lantern_bench.sweeps.request import Request
-from lantern_bench.sweeps.worker_process import worker_process
-from lantern_bench.utils.cores import cpu_quota, usable_cores
+from lantern_bench.sweeps.worker_process import has_room_for_second, worker_process
 from lantern_bench.utils.progress import Emit, ignore_events
 
 
@@ -39,11 +37,7 @@ class SecondCompiler:
         is_first_start = any(
             folder is not None and not any(folder.glob("*.program")) for folder in folders
         )
-        has_core = min(len(usable_cores()), cpu_quota() or 2) >= 2
-        # It loads the models again.
-        memory = psutil.Process().memory_info().rss
-        has_memory = memory < psutil.virtual_memory().available / 2
-        self.helps = is_first_start and has_core and has_memory
+        self.helps = is_first_start and has_room_for_second()
 
     @contextmanager
     def compiling(self, batches: Sequence[Batch], threads: Sequence[int]) -> Iterator[None]:

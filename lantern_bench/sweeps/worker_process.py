@@ -14,11 +14,14 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from lantern_bench.sweeps.events import Event
 from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
 from lantern_bench.utils.causes import explained
 from lantern_bench.utils.clock import now
+from lantern_bench.utils.cores import cpu_quota, usable_cores
 from lantern_bench.utils.errors import LanternError, RecordsFailedError
 from lantern_bench.utils.progress import Emit, heard_by
 from lantern_bench.utils.text import one_line
@@ -119,6 +122,13 @@ def worker_process(
     finally:
         _end(worker)
         parent_end.close()
+
+
+def has_room_for_second() -> bool:
+    """Return whether this machine has a core, and memory, for a second process like this one."""
+    cores = min(len(usable_cores()), cpu_quota() or 2)
+    memory = psutil.Process().memory_info().rss
+    return cores >= 2 and memory < psutil.virtual_memory().available / 2
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from lantern_bench.config.settings import Overrides
 from lantern_bench.models.load import load_to_decode
-from lantern_bench.sweeps import second_compiler
+from lantern_bench.sweeps import second_compiler, worker_process
 from lantern_bench.sweeps.decoder import decode_batch
 from lantern_bench.sweeps.request import Request, prepare
 from lantern_bench.sweeps.second_compiler import SecondCompiler
@@ -32,8 +32,8 @@ def children() -> set[psutil.Process]:
 def request_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Request:
     """A compiled sweep of `ar`, with an empty cache of programs."""
     monkeypatch.setenv("LANTERN_BENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(second_compiler, "usable_cores", lambda: [0, 1])
-    monkeypatch.setattr(second_compiler, "cpu_quota", lambda: None)
+    monkeypatch.setattr(worker_process, "usable_cores", lambda: [0, 1])
+    monkeypatch.setattr(worker_process, "cpu_quota", lambda: None)
     files._usable.cache_clear()
     flags = {"images": 1, "threads": 1, "compile": True, "metrics": ["speed"]}
     overrides = Overrides.from_flags(flags, modes="ar")
@@ -86,9 +86,9 @@ def test_a_machine_without_room_compiles_in_one_process(
 ) -> None:
     _, models = load_to_decode(request_to_compile.experiment, ignore_events)
     if lacks == "core":
-        monkeypatch.setattr(second_compiler, "usable_cores", lambda: [0])
+        monkeypatch.setattr(worker_process, "usable_cores", lambda: [0])
     elif lacks == "quota":
-        monkeypatch.setattr(second_compiler, "cpu_quota", lambda: 1.5)
+        monkeypatch.setattr(worker_process, "cpu_quota", lambda: 1.5)
     else:
         memory = psutil.virtual_memory()._replace(available=10**6)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
