@@ -555,6 +555,7 @@ PREDICT = ["predict", "first", "--device", "a100", "--model", "lumina-mgpt-7b-76
         (["sweep", "--dry-run"], {"torch", "torchvision", "open_clip", "torch_fidelity"}),
         (PREDICT, {"torch"}),
         (["curves", "first"], {"torch"}),
+        (["generate", "two round red lanterns over a lake at dusk"], {"sympy", "torch._dynamo"}),
     ],
 )
 def test_heavy_packages_are_imported_only_where_they_are_needed(results, typed, heavy):

@@ -28,6 +28,7 @@ from lantern_bench.models.families.lanterns.description import (
 from lantern_bench.models.families.lanterns.modules import (
     AttributeClassifier,
     load_classifier,
+    load_tokenizer,
     prompt_accuracy,
 )
 from lantern_bench.utils.errors import RefusedError, UserError
@@ -39,6 +40,12 @@ FIRST_HELD_OUT = [
     "three tall red lanterns over a meadow at dusk",
     "two square yellow lanterns over the snow in a storm",
 ]
+
+
+def test_loading_draws_no_random_numbers_of_the_caller() -> None:
+    state = torch.get_rng_state()
+    load_tokenizer()
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_tenth_of_the_1008_captions_is_held_out() -> None:

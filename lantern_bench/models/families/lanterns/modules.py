@@ -80,7 +80,9 @@ def load_part(
             "Install lantern-bench again; or, in its repository: "
             f"python -m scripts.train_lanterns --part {part}",
         )
-    with torch.device("meta"):
+    # Its fresh weights are drawn and dropped. On the meta device torch would import its compiler,
+    # which takes longer.
+    with torch.random.fork_rng(devices=[]):
         module = make()
     load_into(
         module,
