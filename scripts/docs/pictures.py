@@ -92,7 +92,7 @@ def distances(out: Path) -> list[Path]:
 
 def head_of(name: str, cell: Cell) -> str:
     """The words above the pictures of a cell, with the distance in the last line."""
-    return f"{name}\n{output(cell)}\ndistance {cell['distance']:alone}"
+    return f"{name}\n{output(cell)}\ndistance {cell['distance'].value:.3f}"
 
 
 def family(out: Path) -> list[Path]:
