@@ -91,8 +91,8 @@ def distances(out: Path) -> list[Path]:
 
 
 def head_of(name: str, cell: Cell) -> str:
-    """The words above the pictures of a cell, with the distance in the last line."""
-    return f"{name}\n{output(cell)}\ndistance {cell['distance'].value:.3f}"
+    """The words above the pictures of a cell, with the distance in the first line."""
+    return f"distance {cell['distance'].value:.3f}\n{output(cell)}\n{name}"
 
 
 def family(out: Path) -> list[Path]:
@@ -123,7 +123,7 @@ def sheet(
     draw = ImageDraw.Draw(canvas)
     words: dict[str, Any] = {"fill": "black", "font": font, "spacing": _LINE - _FONT}
     for column, text in enumerate(heads, start=1):
-        draw.multiline_text((column * step, head - _GAP), text, anchor="ld", **words)
+        draw.multiline_text((column * step, 0), text, **words)
     for row, (pictures, name) in enumerate(zip(rows, names, strict=False)):
         draw.multiline_text((0, head + row * step), wrap_lines(name, 16), **words)
         for column, picture in enumerate(pictures, start=1):
