@@ -86,7 +86,8 @@ def distances(out: Path) -> list[Path]:
     columns = [ids.index(cell["cell_id"].value) for cell in cells.values()]
     rows = [[pictures[prompt, column] for column in columns] for prompt in range(_CAPTIONS)]
     heads = [head_of(name, cell) for name, cell in cells.items()]
-    sheet(rows, heads, prompts).save(out)
+    title = "Distances up to 0.3 are hard to see in single images"
+    sheet(rows, heads, prompts, title=title).save(out)
     return [PAGE, REFERENCE / "speed.csv", REFERENCE / "summary.csv"]
 
 
@@ -112,18 +113,25 @@ def family(out: Path) -> list[Path]:
 
 
 def sheet(
-    rows: Sequence[Sequence[Image.Image]], heads: Sequence[str], names: Sequence[str]
+    rows: Sequence[Sequence[Image.Image]],
+    heads: Sequence[str],
+    names: Sequence[str],
+    *,
+    title: str = "",
 ) -> Image.Image:
     """Lay pictures out in rows on white, with heads above the columns and names beside the rows."""
     step = _SIDE + _GAP
     heads = [wrap_lines(head, 18) for head in heads]
-    head = _GAP + _LINE * max((text.count("\n") + 1 for text in heads), default=0)
+    above = 2 * _LINE if title else 0
+    head = above + _GAP + _LINE * max((text.count("\n") + 1 for text in heads), default=0)
     font = ImageFont.truetype(findfont("DejaVu Sans"), _FONT)
     canvas = Image.new("RGB", (step * (len(rows[0]) + 1), head + step * len(rows)), "white")
     draw = ImageDraw.Draw(canvas)
     words: dict[str, Any] = {"fill": "black", "font": font, "spacing": _LINE - _FONT}
+    bold = ImageFont.truetype(findfont("DejaVu Sans:bold"), _FONT + 4)
+    draw.text((0, 0), title, fill="black", font=bold)
     for column, text in enumerate(heads, start=1):
-        draw.multiline_text((column * step, 0), text, **words)
+        draw.multiline_text((column * step, above), text, **words)
     for row, (pictures, name) in enumerate(zip(rows, names, strict=False)):
         draw.multiline_text((0, head + row * step), wrap_lines(name, 16), **words)
         for column, picture in enumerate(pictures, start=1):
