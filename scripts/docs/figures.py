@@ -208,9 +208,16 @@ def durations() -> dict[str, Row]:
     return seconds
 
 
+def hardware() -> dict[str, Row]:
+    """Forwards and steps at the sizes of LlamaGen-XL, by their names."""
+    table = pd.read_csv(ROOT / "experiments" / "hardware" / "h100-profile.csv")
+    return {row["name"]: row for row in table.to_dict("records")}
+
+
 OTHER_SOURCES: dict[str, Callable[[], dict[str, Row]]] = {
     "aa": pairs_of_runs,
     "durations": durations,
+    "hardware": hardware,
     "training": training,
 }
 

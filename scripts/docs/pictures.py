@@ -86,7 +86,7 @@ def distances(out: Path) -> list[Path]:
     columns = [ids.index(cell["cell_id"].value) for cell in cells.values()]
     rows = [[pictures[prompt, column] for column in columns] for prompt in range(_CAPTIONS)]
     heads = [head_of(name, cell) for name, cell in cells.items()]
-    title = "Distances up to 0.3 are hard to see in single images"
+    title = "Two captions in five cells: the distance is hard to see by eye"
     sheet(rows, heads, prompts, title=title).save(out)
     return [PAGE, REFERENCE / "speed.csv", REFERENCE / "summary.csv"]
 
