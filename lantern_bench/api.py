@@ -382,7 +382,9 @@ def explore(
     from lantern_bench.profile import exploration
     from lantern_bench.profile.cost_model import find_device
 
-    device = find_device(predict_device) if predict_device is not None else None
+    device = None
+    if predict_device is not None:
+        device = find_device(predict_device, flag="--predict-device")
     request = exploration.explore_request(
         experiment,
         Overrides.from_flags(overrides, modes=modes),

@@ -64,15 +64,16 @@ def explore(
     request = exploration.explore_request(
         experiment, Overrides.from_flags(flags, modes=modes, settings=settings, many=yes), out=out
     )
+    device = find_device(on, flag="--predict-device") if on else None
     with console.events() as emit:
-        table = exploration.explore(request, emit, device=find_device(on) if on else None)
+        table = exploration.explore(request, emit, device)
     files = draw_surface(table, request.folder / "figures")
     best = exploration.best_settings(table, max_distance, _SHOWN)
     console.table(
         best.drop(columns=_NOT_SHOWN),
         "surface",
-        title=f"{len(table)} settings; the fastest with a distance of at most {max_distance:g}, "
-        "and the fastest lossless one",
+        title=f"{len(table)} settings, {request.experiment.settings.images} images; the fastest "
+        f"with a distance of at most {max_distance:g}, and the fastest lossless one",
         notes=["Predicted, not measured. Quote figures of a sweep only."],
     )
     console.say(

@@ -76,7 +76,7 @@ def devices() -> dict[str, Device]:
     }
 
 
-def find_device(name: str) -> Device:
+def find_device(name: str, flag: str = "--device") -> Device:
     """Return a shipped device by its name, or read a device from a YAML file.
 
     Raises:
@@ -86,7 +86,7 @@ def find_device(name: str) -> Device:
         if name in devices():
             return devices()[name]
         raise UserError(
-            f"--device {name}: unknown device{did_you_mean(name, devices())}",
+            f"{flag} {name}: unknown device{did_you_mean(name, devices())}",
             f"The devices are {', '.join(devices())}; "
             "or give a file that `lantern-bench profile --save-device FILE.yaml` wrote.",
         )

@@ -137,9 +137,10 @@ def prepare(  # noqa: PLR0913  # one keyword for each flag of a sweep
 
     # 2. The prompts: each model checks them, and all models get the same.
     lacking = _lacking(resolved, models, protocol, with_models=ray is None)
+    flag = overrides.location("prompts").text if "prompts" in overrides.values else "prompts"
     try:
         of_models = [
-            load_prompts(settings.prompts, model, column=settings.prompt_column)
+            load_prompts(settings.prompts, model, flag=flag, column=settings.prompt_column)
             for model in models.values()
         ]
     except UserError as error:

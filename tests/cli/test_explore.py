@@ -194,7 +194,7 @@ def test_speed_on_another_device_needs_known_sizes(
 ) -> None:
     typed = ["explore", str(grid), "--out", "out", "--predict-device"]
     refuse([*typed, "h100"], 3, "the sizes of tiny are not known")
-    refuse([*typed, "h1000"], 2, "--device h1000: unknown device")
+    refuse([*typed, "h1000"], 2, "--predict-device h1000: unknown device")
     assert tiny.loads == 0
 
 

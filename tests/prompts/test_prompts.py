@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+from lantern_bench.config.settings import Overrides
 from lantern_bench.prompts.prompt import Prompt, class_number, class_prompt
 from lantern_bench.prompts.sets import describe_prompts, load_prompts
+from lantern_bench.sweeps.request import prepare
 from lantern_bench.utils.errors import UserError
 from tests.helpers.tiny_model import PROMPTS
 
@@ -510,3 +512,16 @@ def test_parquet(tmp_path):
     path.write_bytes(b"PAR1")
     with pytest.raises(UserError, match="not Parquet, or damaged"):
         load(path)
+
+
+def test_missing_prompts_are_named_by_the_flag_or_the_key_of_the_file() -> None:
+    source = {
+        "name": "some",
+        "model": "lanterns",
+        "prompts": "nowhere.txt",
+        "cells": [{"mode": "ar"}],
+    }
+    with pytest.raises(UserError, match=r"^prompts nowhere\.txt: no such file"):
+        prepare(source, Overrides({}))
+    with pytest.raises(UserError, match=r"^--prompts nowhere\.txt: no such file"):
+        prepare("lanterns", Overrides.from_flags({"prompts": "nowhere.txt"}))
