@@ -170,7 +170,8 @@ def _walk_second_half(
     """Walk parts, in the second process."""
     settings = request.experiment.settings
     compute = choose_compute(settings.device, settings.dtype, fast=True)
-    model = load_models(request.experiment, compute, ignore_events)[name]
+    models = load_models(request.experiment, compute, ignore_events)
+    model = next(each for each in models.values() if each.name == name)
     torch.set_num_threads(threads)
     tasks = itertools.chain.from_iterable(part.images for part in parts)
     for _ in model.prepare([task.prompt.text for task in tasks]):
