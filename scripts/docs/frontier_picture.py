@@ -149,9 +149,11 @@ def _label(speed: Axes, distance: Axes) -> None:
 
 def title() -> str:
     """What the picture shows."""
-    relaxed = cells_of(TIMED)[sampled_cells("relaxed")[0]]["speedup_over_lossless"]
-    lossless = cells_of(TIMED)[sampled_cells("lossless")[0]]["speedup"]
-    return f"Lossless windows reach {lossless.value:.2f}x; relaxing adds at most {relaxed}"
+    lossless, relaxed = (cells_of(TIMED)[sampled_cells(kind)[0]]["speedup"] for kind in OUTPUTS)
+    return (
+        f"Lossless windows reach {lossless.value:.2f}x;"
+        f" the fastest relaxed cell reaches {relaxed.value:.2f}x"
+    )
 
 
 def sources() -> str:

@@ -85,7 +85,10 @@ def distances(out: Path) -> list[Path]:
     cells = {name: cells_of("reference")[name] for name in _CELLS}
     columns = [ids.index(cell["cell_id"].value) for cell in cells.values()]
     rows = [[pictures[prompt, column] for column in columns] for prompt in range(_CAPTIONS)]
-    heads = [head_of(name, cell) for name, cell in cells.items()]
+    heads = [
+        f"{number}: {head_of(name, cell)}"
+        for number, (name, cell) in enumerate(cells.items(), start=1)
+    ]
     title = "Two captions in five cells: the distance is hard to see by eye"
     sheet(rows, heads, prompts, title=title).save(out)
     return [PAGE, REFERENCE / "speed.csv", REFERENCE / "summary.csv"]
