@@ -89,7 +89,7 @@ def distances(out: Path) -> list[Path]:
         f"{number}: {head_of(name, cell)}"
         for number, (name, cell) in enumerate(cells.items(), start=1)
     ]
-    title = "One sample per cell: distances up to 0.3 do not stand out"
+    title = "Single images do not show a distance"
     sheet(rows, heads, prompts, title=title).save(out)
     return [PAGE, REFERENCE / "speed.csv", REFERENCE / "summary.csv"]
 
