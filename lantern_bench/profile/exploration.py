@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import torch
 
 from lantern_bench.analysis.cells import join_notes
 from lantern_bench.analysis.statistics import Interval, ratio_of_sums
@@ -56,8 +57,6 @@ IMAGES = 16
 
 PREDICTABLE = ("static", "dynamic")
 """Draftings whose drafts depend on the committed tokens alone."""
-
-_TIMED_IMAGES = 2  # with which the cost of a step is measured
 
 
 def check_predictable(cells: Iterable[Cell]) -> None:
@@ -169,7 +168,11 @@ def explore(request: Request, emit: Emit, device: Device | None = None) -> pd.Da
             if experiment.settings.compile:
                 problem = compile_models([model], compute)
                 emit(problem or Note("steps are compiled", level="detail"))
-            times = measured_times(model, list(cells), images, emit=emit)
+            threads = torch.get_num_threads()
+            try:
+                times = measured_times(model, list(cells), images[0], emit=emit)
+            finally:
+                torch.set_num_threads(threads)
         for decoding, cell in cells.items():
             row = cell.columns() | figures[decoding]
             row |= speed_columns(row, times[decoding], tokens=model.target.image_tokens)
@@ -296,37 +299,46 @@ class StepTimes(NamedTuple):
 
 
 def measured_times(
-    model: LoadedModel, settings: Sequence[Decoding], images: Sequence[ImageTask], *, emit: Emit
+    model: LoadedModel, settings: Sequence[Decoding], image: ImageTask, *, emit: Emit
 ) -> dict[Decoding, StepTimes]:
-    """Measure one step for each tree and rule, with the most neighbours that a setting has.
+    """Measure one step for each walk, rule and residual, with the most neighbours of a setting.
 
-    Rules on one tree draft and score alike, so the time of both is a mean over these rules.
+    Settings of one walk draft and score alike, so the time of both is a mean over their rules.
+    Autoregressive steps are measured before the others and after them, because the speed of a
+    machine drifts and every speedup depends on these steps.
 
     Args:
         model: Decodes the images.
         settings: The settings.
-        images: The first half of the first of them is decoded.
+        image: Is decoded.
         emit: Receives progress.
     """
 
     def kind(setting: Decoding) -> tuple[Any, ...]:
-        return (setting.tree_label, setting.rule, setting.residual)
+        return (strict_of(setting), setting.rule, setting.residual)
 
     ordered = sorted(settings, key=lambda setting: setting.neighbours or 0)
     timed = {kind(setting): setting for setting in ordered}
-    decodings = [settings[0].autoregressive(), *timed.values()]
-    choose_threads(model, images[0].prompt.text, reversed(decodings), emit=emit)
-    prompts = [task.prompt.text for task in images[:_TIMED_IMAGES]]
-    half = -(-model.target.image_tokens // 2)
-    ar, *others = step_costs(model, decodings, prompts, tokens=half, emit=emit)
-    prefill = 1e3 * sum(trace.phases["prefill"] for trace in ar.traces) / len(ar.traces)
-    parts = pd.DataFrame([cost.parts for cost in others])
-    trees = [str(setting.tree_label) for setting in timed.values()]
-    shared = parts[["draft_ms", "target_ms"]].groupby(trees).transform("mean")
+    plain = list(dict.fromkeys(setting.autoregressive() for setting in settings))
+    prompt = image.prompt.text
+    choose_threads(model, prompt, [*plain, *reversed(timed.values())], emit=emit)
+    costs = step_costs(model, [*plain, *timed.values(), *plain], [prompt], emit=emit)
+    first = dict(zip(plain, costs, strict=False))
+    last = dict(zip(plain, costs[-len(plain) :], strict=True))
+
+    parts = pd.DataFrame([cost.parts for cost in costs[len(plain) : -len(plain)]])
+    walks = [strict.cell_id for strict, *_ in timed]
+    shared = parts[["draft_ms", "target_ms"]].groupby(walks).transform("mean")
     steps = dict(zip(timed, parts.assign(**shared).sum(axis=1), strict=True))
-    return {
-        setting: StepTimes(prefill, ar=ar.total, step=steps[kind(setting)]) for setting in settings
-    }
+    times = {}
+    for setting in settings:
+        both = [of[setting.autoregressive()] for of in (first, last)]
+        times[setting] = StepTimes(
+            prefill=1e3 * sum(cost.traces[0].phases["prefill"] for cost in both) / 2,
+            ar=sum(cost.total for cost in both) / 2,
+            step=steps[kind(setting)],
+        )
+    return times
 
 
 def modelled_times(name: str, setting: Decoding, *, device: Device, length: float) -> StepTimes:

@@ -27,7 +27,7 @@ from lantern_bench.models.load import load_models
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile.shadow_walk import WalkSums, walk_images
 from lantern_bench.sweeps.request import Request
-from lantern_bench.sweeps.worker_process import has_room_for_second, worker_process
+from lantern_bench.sweeps.worker_process import has_room_for_second, unheard_process
 from lantern_bench.utils import signals
 from lantern_bench.utils.files import write_file
 from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
@@ -154,7 +154,7 @@ def walk_in_two_processes(
     torch.set_num_threads(threads - threads // 2)
     try:
         # An error of the second process is met again where its parts are walked here.
-        with worker_process(work, request, stderr=subprocess.DEVNULL) as (second, _):
+        with unheard_process(work, request) as second:
             walk_parts(model, missing[:half], emit)
             while second.poll() is None:
                 signals.check()

@@ -7,7 +7,6 @@ compiled.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +17,7 @@ from lantern_bench.models.load import load_to_decode
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.sweeps.decoder import Batch, Decoder, prepare_models
 from lantern_bench.sweeps.request import Request
-from lantern_bench.sweeps.worker_process import has_room_for_second, worker_process
+from lantern_bench.sweeps.worker_process import has_room_for_second, unheard_process
 from lantern_bench.utils.progress import Emit, ignore_events
 
 
@@ -52,7 +51,7 @@ class SecondCompiler:
             return
         work = partial(_compile_steps, batches=batches[::-1], threads=threads)
         # What it says, this process says too.
-        with worker_process(work, self._request, stderr=subprocess.DEVNULL):
+        with unheard_process(work, self._request):
             yield
 
 

@@ -124,6 +124,26 @@ def worker_process(
         parent_end.close()
 
 
+@contextlib.contextmanager
+def unheard_process(
+    work: Callable[[Request, Emit], object], request: Request
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a worker process that nobody listens to, as `worker_process`.
+
+    What it sends is dropped at every check of signals; unread, it would fill the connection, and
+    the worker would wait. Its standard error is dropped too.
+    """
+    with worker_process(work, request, stderr=subprocess.DEVNULL) as (worker, parent_end):
+
+        def drop() -> None:
+            with contextlib.suppress(EOFError, OSError):  # the worker has ended
+                while parent_end.poll():
+                    parent_end.recv()
+
+        with signals.on_check(drop):
+            yield worker
+
+
 def has_room_for_second() -> bool:
     """Return whether this machine has a core, and memory, for a second process like this one."""
     cores = min(len(usable_cores()), cpu_quota() or 2)

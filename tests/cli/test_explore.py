@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -14,8 +16,10 @@ from lantern_bench.cli import main as cli
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.profile import exploration, shadow_walk, walks
 from lantern_bench.profile.cost_model import find_device
+from lantern_bench.profile.step_costs import StepCost
 from lantern_bench.report.draw import SURFACE, draw_surface
 from lantern_bench.storage.schema import frame
+from lantern_bench.utils.progress import ignore_events
 from tests.helpers.tiny_model import TinyModel
 
 GRID = """
@@ -217,6 +221,62 @@ def test_times_on_another_device_grow_with_the_chain() -> None:
     assert columns["predicted_speedup"] == pytest.approx(expected)
     assert columns["predicted_speedup"] < columns["predicted_speedup_high"]
     assert "predicted_speedup_low" not in columns
+
+
+def test_rules_of_a_walk_share_the_time_of_their_drafts_and_forwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs: dict[tuple[str, str | None, float], float] = {
+        ("ar", None, 2.0): 2.0,
+        ("ar", None, 1.0): 1.0,
+        ("strict", "chain-3", 2.0): 10.0,
+        ("additive", "chain-3", 2.0): 30.0,
+        ("strict", "chain-3", 1.0): 5.0,
+        ("strict", "chain-7", 2.0): 50.0,
+    }
+    order = []
+
+    def measured(
+        _model: Any, decodings: Sequence[Decoding], _prompts: Any, **_: Any
+    ) -> list[StepCost]:
+        found = []
+        for decoding in decodings:
+            rule = "ar" if decoding.mode == "ar" else decoding.rule
+            target = costs[rule, decoding.tree_label, decoding.cfg_scale]
+            # The machine gets slower: the second time of `ar` is 1 ms longer.
+            target += order.count((rule, decoding.cfg_scale)) if rule == "ar" else 0
+            order.append((rule, decoding.cfg_scale))
+            parts = {"draft_ms": 0.0, "target_ms": target, "verify_ms": 1.0, "other_ms": 0.0}
+            trace = SimpleNamespace(phases={"prefill": 0.004})
+            total = sum(parts.values())
+            found.append(StepCost(total, parts, mean_accepted_length=1.0, traces=[trace]))  # type: ignore[list-item]
+        return found
+
+    monkeypatch.setattr(exploration, "step_costs", measured)
+    monkeypatch.setattr(exploration, "choose_threads", lambda *_, **__: None)
+
+    def static(mode: str, tree: str, cfg_scale: float, **values: Any) -> Decoding:
+        return Decoding(mode, drafting="static", tree=tree, cfg_scale=cfg_scale, **values)
+
+    settings = [
+        static("speculative", "chain-3", 2.0),
+        static("lantern", "chain-3", 2.0, neighbours=3, delta=0.1),
+        static("lantern", "chain-3", 2.0, neighbours=3, delta=0.4),
+        static("speculative", "chain-3", 1.0),
+        static("speculative", "chain-7", 2.0),
+    ]
+    image = SimpleNamespace(prompt=SimpleNamespace(text="a lantern"))
+    times = exploration.measured_times(
+        None,  # type: ignore[arg-type]
+        settings,
+        image,  # type: ignore[arg-type]
+        emit=ignore_events,
+    )
+    steps = [times[setting].step for setting in settings]
+    assert steps == [21.0, 21.0, 21.0, 6.0, 51.0]  # 20 is the mean of 10 and 30
+    # 1 ms of `ar` is in verify, as in every step
+    assert [times[setting].ar for setting in settings] == [3.5, 3.5, 3.5, 2.5, 3.5]
+    assert times[settings[0]].prefill == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize(

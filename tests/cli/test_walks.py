@@ -74,13 +74,13 @@ def test_the_second_process_walks_the_second_half(
     halves = []
 
     @contextmanager
-    def here(work: Any, request: Request, **_: Any) -> Iterator[tuple[Ended, None]]:
+    def here(work: Any, request: Request) -> Iterator[Ended]:
         sent, received = pickle.loads(pickle.dumps((work, request)))
         halves.append([part.path for part in sent.keywords["parts"]])
         sent(received, ignore_events)
-        yield Ended(), None
+        yield Ended()
 
-    monkeypatch.setattr(walks, "worker_process", here)
+    monkeypatch.setattr(walks, "unheard_process", here)
     walk_in_two_processes(request, model, parts=parts, emit=ignore_events)
     assert halves == [[part.path for part in parts[3:]]]
     assert all(part.path.is_file() for part in parts)
@@ -104,7 +104,7 @@ def test_without_room_this_process_walks_alone(
     def fail(*_: Any, **__: Any) -> Any:
         raise AssertionError("a second process was started")
 
-    monkeypatch.setattr(walks, "worker_process", fail)
+    monkeypatch.setattr(walks, "unheard_process", fail)
     walk_in_two_processes(request, model, parts=parts, emit=ignore_events)
     assert not any(part.path.is_file() for part in parts)
 
@@ -124,16 +124,16 @@ def test_parts_of_a_process_that_ended_early_are_walked_here(
 
     for part in parts:
         part.path.unlink()
-    real = walks.worker_process
+    real = walks.unheard_process
 
     @contextmanager
-    def killed(work: Any, request: Request, **options: Any) -> Iterator[tuple[Any, Any]]:
-        with real(work, request, **options) as (worker, connection):
+    def killed(work: Any, request: Request) -> Iterator[Any]:
+        with real(work, request) as worker:
             worker.kill()
             worker.wait()
-            yield worker, connection
+            yield worker
 
-    monkeypatch.setattr(walks, "worker_process", killed)
+    monkeypatch.setattr(walks, "unheard_process", killed)
     walk_in_two_processes(request, model, parts=parts, emit=ignore_events)
     assert [part.path.is_file() for part in parts] == [True, False]
     for again, before in zip(walked(model, parts, ignore_events), whole, strict=True):

@@ -17,8 +17,9 @@ from lantern_bench.sweeps import second_compiler, worker_process
 from lantern_bench.sweeps.decoder import decode_batch
 from lantern_bench.sweeps.request import Request, prepare
 from lantern_bench.sweeps.second_compiler import SecondCompiler
-from lantern_bench.utils import files
-from lantern_bench.utils.progress import ignore_events
+from lantern_bench.utils import files, signals
+from lantern_bench.utils.clock import now
+from lantern_bench.utils.progress import Emit, ignore_events
 
 LONGEST = 300.0  # seconds to wait for the second process
 
@@ -68,11 +69,11 @@ def test_the_second_process_begins_with_the_last_batch(
     sent = []
 
     @contextmanager
-    def record(work: Any, *_: Any, **__: Any) -> Iterator[None]:
+    def record(work: Any, *_: Any) -> Iterator[None]:
         sent.append(work.keywords["batches"])
         yield
 
-    monkeypatch.setattr(second_compiler, "worker_process", record)
+    monkeypatch.setattr(second_compiler, "unheard_process", record)
     _, models = load_to_decode(request_to_compile.experiment, ignore_events)
     first = next(iter(request_to_compile.plan.batches()))
     with SecondCompiler(request_to_compile, models.values()).compiling([first, ()], [1]):
@@ -97,3 +98,16 @@ def test_a_machine_without_room_compiles_in_one_process(
     before = children()
     with second.compiling(list(request_to_compile.plan.batches()), [1]):
         assert children() <= before
+
+
+def _talk(_request: Request, emit: Emit) -> None:
+    for _ in range(20_000):
+        emit(None)
+
+
+def test_a_process_that_nobody_hears_can_say_any_amount(request_to_compile: Request) -> None:
+    with worker_process.unheard_process(_talk, request_to_compile) as worker:
+        start = now()
+        while worker.poll() is None and now() - start < LONGEST:
+            signals.check()
+        assert worker.poll() == 0

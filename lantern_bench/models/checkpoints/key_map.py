@@ -59,7 +59,7 @@ def load_into(
     ignored: str = "$",
     wanted: str = "this model",
 ) -> None:
-    """Load a checkpoint into a module on the meta device, for evaluation.
+    """Load a checkpoint into a module, on the meta device or with weights to drop, for evaluation.
 
     Args:
         module: The module.
