@@ -1,4 +1,4 @@
-"""Parts of walks: who walks them, and what is left to do afterwards."""
+"""Walks in parts: which process walks which part, and what happens if the second one ends early."""
 
 from __future__ import annotations
 
