@@ -144,7 +144,7 @@ class CellRecords:
 
     Attributes:
         columns: The values of `CELL_COLUMNS`.
-        completed: The completed records, by prompt and repeat.
+        completed: The completed records without the cell's settings, by prompt and repeat.
         images: The figures of each completed image, indexed by (prompt_id, repeat). They are
             floats, nan where not recorded. Besides the recorded figures there are:
 
@@ -220,8 +220,10 @@ def run_cells(run: RunData) -> list[CellRecords]:
     if not run.is_timed:
         seconds = records.filter(regex="seconds$")
         records = records.assign(**dict.fromkeys(map(str, seconds), np.nan))
-    records = records.sort_values(["prompt_id", "repeat"], ignore_index=True)
-    completed = records[records["status"] == "ok"]
+    # The settings of a cell are kept once, which saves half of the room of a large run.
+    kept = [name for name in records if name == "cell_id" or name not in CELL_NAMES]
+    completed = records.loc[records["status"] == "ok", kept]
+    completed = completed.sort_values(["prompt_id", "repeat"], ignore_index=True)
     images = _images_of(completed)
     recorded = records["cell_id"].value_counts()
     places = completed.groupby("cell_id").indices

@@ -6,15 +6,15 @@ Each line is a JSON object that ends with a checksum. Lines are read as rows or 
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import mmap
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -30,20 +30,21 @@ _CHECKSUM = b', "checksum": "'
 _CLOSE = b'"}\n'
 _END = len(_CHECKSUM) + 16 + len(_CLOSE)
 
-# Python type and pandas dtype of a column, by its type in the schema; others are lists, objects
+# Python type of a column, by its type in the schema; other columns are lists
 _PYTHON_TYPES: dict[str, Any] = {
     "string": str,
-    "int": int,
+    "int": Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)],
     "float": float,
     "bool": bool,
     "object": dict,
 }
-_DTYPES = {"int": "Int64", "float": "float64", "bool": "boolean"}
+# Type codes of `array`, by the type of a column in the schema
+_NUMBERS = {"int": "q", "float": "d", "bool": "b"}
 
 # columns that every row of a table must have
 _NEEDED = {"records": ("record_key", "status"), "scores": ()}
 
-_CHUNK = 2_000  # rows that are converted to arrays at once
+_CHUNK = 200  # rows whose Python objects exist at once
 _BUFFER = 1 << 20  # bytes read at once
 
 # ---- Lines
@@ -219,32 +220,47 @@ def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) ->
     import pandas as pd
 
     types = _types(table, wanted)
-    dtypes = {name: _DTYPES.get(kind, "object") for name, kind in types.items()}
-    empty = pd.DataFrame(columns=list(types), dtype=object)
+    gathered = [_Column(kind) for kind in types.values()]
     rows = map(msgspec.structs.astuple, read_rows(path, table, wanted))
-    texts = dict[Any, Any]()
-    frames = [empty.astype(dtypes)]
-    with _without_garbage_collection():
-        # The objects of all rows at once would take more room than arrays.
-        while chunk := list(islice(rows, _CHUNK)):
-            part = pd.DataFrame(chunk, columns=empty.columns, dtype=object)
-            for name, kind in types.items():
-                if kind == "string":  # equal texts become one object
-                    part[name] = [texts.setdefault(text, text) for text in part[name]]
-            frames.append(part.astype(dtypes))
-    return pd.concat(frames, ignore_index=True)
+    while chunk := list(islice(rows, _CHUNK)):
+        for column, values in zip(gathered, zip(*chunk, strict=True), strict=True):
+            column.extend(values)
+    arrays = {name: column.array() for name, column in zip(types, gathered, strict=True)}
+    return pd.DataFrame(arrays, copy=False)
 
 
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Keep the collector from searching many new lists again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+class _Column:
+    """The values of a column. Numbers are kept without their Python objects, to save room."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._values: Any = array(_NUMBERS[kind]) if kind in _NUMBERS else []
+        self._missing = bytearray()
+        self._texts = dict[Any, Any]()
+
+    def extend(self, values: Sequence[Any]) -> None:
+        """Add values; None is a missing one."""
+        if self._kind in _NUMBERS:
+            self._missing.extend([value is None for value in values])
+            values = [0 if value is None else value for value in values]
+        elif self._kind == "string":  # equal texts become one object
+            values = [self._texts.setdefault(text, text) for text in values]
+        self._values.extend(values)
+
+    def array(self) -> Any:
+        """Return all values as a column of a DataFrame."""
+        import numpy as np
+        import pandas as pd
+
+        if self._kind not in _NUMBERS:
+            return pd.Series(self._values, dtype=object)
+        missing = np.frombuffer(self._missing, dtype=bool)
+        numbers = np.frombuffer(self._values, dtype=self._values.typecode)
+        if self._kind == "float":
+            return np.where(missing, np.nan, numbers)
+        if self._kind == "int":
+            return pd.arrays.IntegerArray(numbers, missing)
+        return pd.arrays.BooleanArray(numbers.view(bool), missing)
 
 
 def rows_of(frame: pd.DataFrame) -> list[Row]:

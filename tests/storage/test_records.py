@@ -102,6 +102,7 @@ def test_the_last_record_of_a_key_counts(tmp_path: Path) -> None:
         ('{"cell_id": {}}', "cell_id is not string"),
         ('{"mode": 3}', "mode is not string"),
         ('{"delta": "small"}', "delta is not float"),
+        ('{"seed": 9223372036854775808}', "seed is not int"),  # columns have 64 bits
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
