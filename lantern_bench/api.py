@@ -412,7 +412,7 @@ def recommend(
         across: What may differ between the two runs: weights, protocol.
 
     Returns:
-        The cells, fastest first, with a verdict on the condition.
+        The recommended cell in the first row, then others, with a verdict on the condition.
 
     Raises:
         UserError: The condition is not one of the two, or a run is unknown.

@@ -94,18 +94,17 @@ def joined_notes(timed: RunData, scored: RunData, across: Collection[str] = ()) 
         across: Further kinds of difference that are allowed, as in `check_comparability`.
 
     Returns:
-        The differences that are allowed, as notes.
+        A note of the differences that are allowed; none if the runs are alike.
 
     Raises:
         RefusedError: The runs differ in a kind that is not allowed.
     """
     unlike = differences(timed, scored)
     check_comparability(unlike, {*across, "machine"})
-    return [
-        f"speed and quality are of two runs, which differ in {difference}"
-        for difference in unlike
-        if difference.kind != "machine"
-    ]
+    stated = [str(difference) for difference in unlike if difference.kind != "machine"]
+    if not stated:
+        return []
+    return [f"speed and quality are of two runs, which differ in {'; '.join(stated)}"]
 
 
 def recommendation(
@@ -117,9 +116,9 @@ def recommendation(
 ) -> pd.DataFrame:
     """Return the table `recommendation`.
 
-    For each sampling, from the fastest cell on: the cells that are not settled, cells with tokens
-    that the target cannot give, the first cell that keeps the condition, and the fastest lossless
-    cell.
+    For each sampling, the first row is the recommendation, the fastest cell that keeps the
+    condition. The fastest lossless cell follows if it is another one. Then come the faster cells
+    that are not settled or have tokens that the target cannot give.
 
     Args:
         speed: Tables of the run with speedups.
@@ -145,7 +144,8 @@ def recommendation(
         if len(cells) == 1:  # leaves no choice
             continue
         words = " ".join(sampling(cells[0], every_cell))
-        for row in _recommended(cells, condition):
+        described = sorted(_described(cells, condition), key=_is_no_recommendation)
+        for row in described:
             note = join_notes([*notes, row["note"]])
             rows.append(row | {"sampling": words or None, "note": note})
     return frame("recommendation", rows)
@@ -178,7 +178,11 @@ def cells_by_sampling(
         yield rows_of(group)
 
 
-def _recommended(cells: Sequence[Row], condition: Condition) -> Iterator[Row]:
+def _is_no_recommendation(row: Row) -> bool:
+    return row["verdict"] not in (KEEPS, LOSSLESS)
+
+
+def _described(cells: Sequence[Row], condition: Condition) -> Iterator[Row]:
     """Yield the rows of cells with the same sampling, which are ordered from the fastest."""
     tried = 0
     found: Row | None = None

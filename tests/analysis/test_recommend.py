@@ -142,8 +142,8 @@ def test_too_few_images_settle_nothing_and_say_how_many_would() -> None:
     )
     table = recommendation(tables, tables, condition_of(0.01, None))
     assert verdicts(table) == [
-        (RELAXED[2].cell_id, "not settled: more than 6 images"),
         (STRICT.cell_id, "lossless"),
+        (RELAXED[2].cell_id, "not settled: more than 6 images"),
     ]
 
 
@@ -189,11 +189,11 @@ def test_a_cell_with_impossible_tokens_breaks_whatever_its_distance() -> None:
         *[with_impossible(tables, RELAXED[2])] * 2, condition=condition_of(None, None)
     )
     assert verdicts(table) == [
-        (RELAXED[2].cell_id, "breaks"),
         (RELAXED[1].cell_id, "keeps"),
         (STRICT.cell_id, "lossless"),
+        (RELAXED[2].cell_id, "breaks"),
     ]
-    assert "0.20% of the tokens cannot come from the target" in table["note"].iloc[0]
+    assert "0.20% of the tokens cannot come from the target" in table["note"].iloc[-1]
 
 
 def test_a_score_shows_the_distance_and_impossible_tokens_beside_it() -> None:
@@ -220,8 +220,8 @@ def test_where_nothing_faster_than_ar_keeps_the_condition(fastest: Ends, words: 
     figures = dict(zip(RELAXED, [fastest, (0.03, 0.02, 0.04), (0.03, 0.02, 0.04)], strict=True))
     tables = run_with(figures, seconds=slow)
     table = recommendation(tables, tables, condition_of(None, None))
-    assert table["cell_id"].iloc[-1] == AR.cell_id
-    notes = str(table["note"].iloc[-1])
+    by_cell = table.set_index("cell_id")
+    notes = str(by_cell.loc[AR.cell_id, "note"])
     if words is None:
         assert "nothing faster" not in notes
     else:
@@ -265,9 +265,11 @@ def test_two_runs_of_different_models_are_not_joined() -> None:
 def test_two_runs_of_other_settings_are_joined_with_a_note() -> None:
     other = run_data(key={"dtype": "bfloat16"}, experiment={"prompts": "other"}, cpu="Two")
     notes = joined_notes(run_data(), other)
-    assert len(notes) == 2  # seconds are of the first run, so that its machine alone counts
-    assert "dtype: float32 in the first, bfloat16 in the second" in notes[0]
-    assert "prompts: held-out in the first, other in the second" in notes[1]
+    assert notes == [
+        "speed and quality are of two runs, which differ in "
+        "dtype: float32 in the first, bfloat16 in the second; "
+        "prompts: held-out in the first, other in the second"
+    ]  # seconds are of the first run, so that its machine alone counts
     quality = run_with({RELAXED[0]: (0.001, 0.0, 0.002)}, cells=(RELAXED[0],))
     table = recommendation(run_with({}), quality, condition_of(None, None), notes=notes)
     assert table["note"].str.contains("bfloat16 in the second").all()
