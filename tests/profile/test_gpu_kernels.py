@@ -1,6 +1,7 @@
 """The kernels of compiled programs on a GPU, counted without one.
 
-The programs are lowered to Triton with fake tensors, in a process that pretends to have a GPU.
+The programs are lowered to Triton with fake tensors, in a process that pretends to have a GPU. This
+takes minutes: `long`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def counted() -> dict[str, int]:
     return counts
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.long
 def test_compiled_kernels_are_those_of_the_lowered_programs(counted: dict[str, int]) -> None:
     stack = KERNEL_COUNTS["compiled"]
     assert (stack.layer, stack.forward) == (counted["layer"], counted["forward"])
@@ -43,7 +44,7 @@ def test_compiled_kernels_are_those_of_the_lowered_programs(counted: dict[str, i
         assert predicted == pytest.approx(counted[f"verify {fanout}"], rel=0.08)
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.long
 def test_grouped_heads_do_not_fall_to_the_slow_attention(counted: dict[str, int]) -> None:
     """Math attention would need six kernels more in each layer."""
     assert counted["grouped layer"] <= counted["layer"] + 2

@@ -63,11 +63,11 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
     # that of traversal for each sum of child ranks. The `long` ones have as many as the widest tree
     # in use.
     small = {
-        "dynamic": (24, 4),
+        "dynamic": (16, 3),
         "block": (DEPTH + 1, 1),
         "static, gsd": (14, 2),
         "traversal": (12, 2),
-        "greedy": (24, 4),
+        "greedy": (16, 3),
     }
     nodes, fanout = small.get(kind, (NODES, FANOUT))
     shape = StaticTree.of(random_topology(rng=rng, nodes=nodes - 1, fanout=fanout, depth=DEPTH))
