@@ -34,6 +34,8 @@ import pandas as pd
 
 from lantern_bench.methods.catalog import output_of
 from lantern_bench.report.format_tables import format_figure
+from lantern_bench.storage.records import read_frame
+from lantern_bench.storage.run_directory import RECORDS
 from scripts.bench.aa import CHOSEN
 
 ROOT = Path(__file__).parents[2]
@@ -198,14 +200,18 @@ def training() -> dict[str, Row]:
 
 
 def durations() -> dict[str, Row]:
-    """How long each run took, from its first model to its last image."""
-    seconds = {}
+    """How long each run took, from its first model to its last image, and how long it decoded."""
+    rows = {}
     for path in REFERENCE.rglob("manifest.json"):
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if manifest["ended"]:
             times = [datetime.fromisoformat(manifest[name]) for name in ("started", "ended")]
-            seconds[path.parent.name] = {"minutes": (times[1] - times[0]).total_seconds() / 60}
-    return seconds
+            seconds = read_frame(path.parent / RECORDS, "records", ["seconds"])["seconds"].sum()
+            rows[path.parent.name] = {
+                "minutes": (times[1] - times[0]).total_seconds() / 60,
+                "decoding": seconds / 60,
+            }
+    return rows
 
 
 def hardware() -> dict[str, Row]:
