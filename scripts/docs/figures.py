@@ -240,7 +240,6 @@ def first_table(run: str) -> Iterator[Sequence[str]]:
         "output",
         "s per image",
         "speedup",
-        "tokens per step",
         "distance, at least",
         "emitted TV, at most",
     )
@@ -252,7 +251,6 @@ def first_table(run: str) -> Iterator[Sequence[str]]:
             output(cell),
             f"{cell['latency_s']:.3f}",
             str(cell["speedup"]),
-            f"{cell['mean_accepted_length']:alone}",
             str(scored["distance"]),
             str(scored["emitted_tv"]),
         )

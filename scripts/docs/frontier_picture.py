@@ -161,8 +161,8 @@ def title() -> str:
             next(cell["speedup"].value for cell in cells if cell["drafting"].value == drafting)
             for drafting in ("jacobi", "static")
         )
-        parts.append(f"{window:.2f}x against {chain:.2f}x {kind}")
-    return f"Windows beat chains: {', '.join(parts)}"
+        parts.append(f"{window:.2f}x to {chain:.2f}x {kind}")
+    return f"Windows beat chains on this small model: {', '.join(parts)}"
 
 
 def sources() -> str:
