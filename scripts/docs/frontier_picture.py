@@ -161,8 +161,8 @@ def title() -> str:
             next(cell["speedup"].value for cell in cells if cell["drafting"].value == drafting)
             for drafting in ("jacobi", "static")
         )
-        parts.append(f"{window:.2f}x to {chain:.2f}x {kind}")
-    return f"Windows beat chains on this small model: {', '.join(parts)}"
+        parts.append(f"{window:.2f}x against {chain:.2f}x {kind}")
+    return f"On this model windows beat chains: {', '.join(parts)}"
 
 
 def sources() -> str:
@@ -198,7 +198,7 @@ def _legend() -> list[Line2D]:
         for name, words in DRAFTS.items()
     ]
     intervals = Line2D([], [], color=GRAY, label="lines: 95% intervals")
-    words = f"hollow: not lossless by a test, p < {SIGNIFICANT:g}"
+    words = f"hollow: detected by a test, p < {SIGNIFICANT:g}"
     detected = Line2D([], [], marker="o", color=GRAY, mfc="white", lw=0, label=words)
     return [*entries, detected, intervals]
 
