@@ -412,7 +412,7 @@ def recommend(
         across: What may differ between the two runs: weights, protocol.
 
     Returns:
-        The recommended cell in the first row, then others, with a verdict on the condition.
+        Cells with a verdict on the condition. The fastest one that keeps it comes first.
 
     Raises:
         UserError: The condition is not one of the two, or a run is unknown.

@@ -116,9 +116,9 @@ def recommendation(
 ) -> pd.DataFrame:
     """Return the table `recommendation`.
 
-    For each sampling, the first row is the recommendation, the fastest cell that keeps the
-    condition. The fastest lossless cell follows if it is another one. Then come the faster cells
-    that are not settled or have tokens that the target cannot give.
+    For each sampling, the fastest cell that keeps the condition comes first. The fastest lossless
+    cell follows if it is another one. Then come the faster cells that are not settled or have
+    tokens that the target cannot give.
 
     Args:
         speed: Tables of the run with speedups.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from lantern_bench.analysis.cells import COLUMNS_READ
+from lantern_bench.analysis.cells import COLUMNS_READ, run_cells
 from lantern_bench.analysis.tables import NAMES, tables_of, write_tables
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.report.format_tables import readable
@@ -32,6 +32,7 @@ from tests.helpers.made_up_run import (
     make_record,
     make_records,
     make_scores,
+    run_of,
     token_scores,
     write_run,
 )
@@ -521,3 +522,15 @@ def test_a_run_without_the_metric_speed_is_not_timed(tmp_path):
     assert after["latency_s"].isna().all()
     assert after["note"].str.contains("not timed").all()
     assert after["mean_accepted_length"].equals(before["mean_accepted_length"])
+
+
+def test_records_of_a_cell_are_ordered_by_prompt_and_lack_its_settings() -> None:
+    records = [
+        make_record(cell=AR, prompt=prompt, walks=WALKS, seconds=1.0) for prompt in (3, 1, 0, 2)
+    ]
+    (cell,) = run_cells(run_of(records))
+    prompts = cell.completed["prompt_id"].tolist()
+    assert prompts == sorted(prompts)
+    assert cell.images.index.get_level_values("prompt_id").tolist() == prompts
+    assert "mode" not in cell.completed
+    assert cell.columns["mode"] == "ar"
