@@ -9,6 +9,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# Its exit handler runs last only if it is registered first.
+from lantern_bench.utils import quick_exit as _quick_exit  # noqa: F401
+
 if TYPE_CHECKING:
     from lantern_bench.api import (
         Run,

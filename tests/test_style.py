@@ -22,7 +22,7 @@ CODE = ("lantern_bench", "tests", "scripts")
 
 # A change that adds more than it removes raises this bound, and its message says what for. The
 # fourth edition had 97,684 units.
-MOST_UNITS = 126_340
+MOST_UNITS = 126_430
 MOST_UNITS_PER_STATEMENT = 6.5
 MOST_MEAN_LINE = 48.0
 MOST_TUPLES_PER_1000_STATEMENTS = 3.0
@@ -245,7 +245,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in libraries:
             dotted = [ast.unparse(node)]
         for name in dotted:
-            if re.fullmatch(r"[\w.]+\._[a-z][\w.]*", name):
+            if re.fullmatch(r"[\w.]+\._[a-z][\w.]*", name) and name != "os._exit":  # documented
                 yield name
 
 
@@ -257,6 +257,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
         ("from torch._dynamo import exc", ["torch._dynamo.exc"]),
         ("try:\n    from torch._dynamo import exc\nexcept ImportError:\n    pass", []),
         ("import torch\ngetattr(torch, '_check', bool)\nself._x.y", []),
+        ("import os\nos._exit(0)\nos._wrap_close", ["os._wrap_close"]),
     ],
 )
 def test_a_private_name_of_a_library_is_found(code: str, found: list[str]) -> None:

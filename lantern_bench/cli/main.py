@@ -37,6 +37,7 @@ from lantern_bench.sweeps.request import DEFAULT_CLUSTER
 from lantern_bench.utils import signals
 from lantern_bench.utils.causes import explained
 from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.quick_exit import exit_quickly
 
 _EPILOG = (
     "Exit codes: 0 success; 1 internal error; 2 usage error; "
@@ -125,7 +126,7 @@ def build_program(all_flags: bool = False) -> Any:
 
 def run() -> None:
     """Run the command line and exit with its code: the console script."""
-    sys.exit(main(sys.argv[1:]))
+    exit_quickly(main(sys.argv[1:]))
 
 
 def main(arguments: Sequence[str]) -> int:

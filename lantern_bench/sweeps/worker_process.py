@@ -24,6 +24,7 @@ from lantern_bench.utils.clock import now
 from lantern_bench.utils.cores import cpu_quota, usable_cores
 from lantern_bench.utils.errors import LanternError, RecordsFailedError
 from lantern_bench.utils.progress import Emit, heard_by
+from lantern_bench.utils.quick_exit import exit_quickly
 from lantern_bench.utils.text import one_line
 
 SECONDS_TO_END = 30.0  # after these seconds a worker that does not end is killed
@@ -222,4 +223,4 @@ def _main(descriptor: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(int(sys.argv[1])))
+    exit_quickly(_main(int(sys.argv[1])))
