@@ -399,6 +399,7 @@ def recommend(
     quality_run: str | Path | Run | None = None,
     *,
     max_distance: float | None = None,
+    max_emitted_tv: float | None = None,
     within: tuple[str, float] | None = None,
     across: Collection[str] = (),
 ) -> pd.DataFrame:
@@ -408,6 +409,7 @@ def recommend(
         run: The run that measured the speed.
         quality_run: The run that measured the quality, by default the same.
         max_distance: The largest acceptable distance from the target, by default 0.01.
+        max_emitted_tv: Instead of a distance: the largest acceptable emitted TV.
         within: Instead of a distance: the name of a score, and how much worse than ar it may be.
         across: What may differ between the two runs: weights, protocol.
 
@@ -415,12 +417,14 @@ def recommend(
         Cells with a verdict on the condition. The fastest one that keeps it comes first.
 
     Raises:
-        UserError: The condition is not one of the two, or a run is unknown.
+        UserError: Several conditions are given, the score or a run is unknown.
         RefusedError: A run has neither records nor tables, or the runs are of different models.
     """
     from lantern_bench.analysis.recommend import condition_of, joined_notes, recommendation
 
-    condition = condition_of(max_distance, within)
+    condition = condition_of(
+        max_distance=max_distance, max_emitted_tv=max_emitted_tv, within=within
+    )
     timed = load_run(_folder(run))
     scored = timed
     notes: list[str] = []

@@ -57,25 +57,38 @@ class Condition(NamedTuple):
         return f"{self.quantity} >= {self.low:g}"
 
 
-def condition_of(max_distance: float | None, within: tuple[str, float] | None) -> Condition:
-    """Return the condition of the flags.
+def condition_of(
+    *,
+    max_distance: float | None = None,
+    max_emitted_tv: float | None = None,
+    within: tuple[str, float] | None = None,
+) -> Condition:
+    """Return the condition of the flags, by default a distance of at most 0.01.
 
     Args:
-        max_distance: Largest distance; None for the default.
+        max_distance: Largest distance.
+        max_emitted_tv: Largest emitted TV.
         within: A score, and how much worse than the score of ar it may be.
 
     Raises:
-        UserError: `within` names no score of images, or both flags are given.
+        UserError: `within` names no score of images, or several flags are given.
     """
+    if [max_distance, max_emitted_tv, within].count(None) < 2:
+        raise UserError(
+            "--max-distance, --max-emitted-tv and --within: one of them is a condition, several "
+            "are not",
+            "Type the command once for each.",
+        )
+    if max_emitted_tv is not None:
+        return Condition(quantity="emitted_tv", low=-math.inf, high=max_emitted_tv)
     if within is None:
         high = MAX_DISTANCE if max_distance is None else max_distance
         return Condition(quantity="distance", low=-math.inf, high=high)
     name, margin = within
-    if max_distance is not None or name not in PAIRED:
+    if name not in PAIRED:
         raise UserError(
-            f"--within {name}={margin:g}: is no score of single images, or is given with "
-            "--max-distance",
-            f"One condition: --max-distance, or --within with one of {', '.join(PAIRED)}.",
+            f"--within {name}={margin:g}: {name} is no score of single images",
+            f"Scores: {', '.join(PAIRED)}.",
         )
     quantity = f"{name}_vs_ar"
     if METRICS[name].better == "higher":

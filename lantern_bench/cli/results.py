@@ -378,6 +378,10 @@ def recommend(
     max_distance: Annotated[
         float | None, typer.Option(min=0.0, help="Largest distance. Default: 0.01.")
     ] = None,
+    max_emitted_tv: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="TV", help="Largest emitted TV, in place of a distance."),
+    ] = None,
     within: Annotated[
         Any,
         typer.Option(
@@ -396,14 +400,16 @@ def recommend(
     allowed = split_words(across or [])
     for kind in allowed:
         check_choice("--across", kind, ACROSS)
-    condition = condition_of(max_distance, within)
-    table = api.recommend(
-        run, quality_run, max_distance=max_distance, within=within, across=allowed
-    )
+    limits: dict[str, Any] = {
+        "max_distance": max_distance,
+        "max_emitted_tv": max_emitted_tv,
+        "within": within,
+    }
+    table = api.recommend(run, quality_run, across=allowed, **limits)
     console.table(table, "recommendation", title=run.name)
     console.say(
-        f"The whole 95% interval has to keep {condition}; cells that break it by the interval, or "
-        "have no figure, are left out."
+        f"The whole 95% interval has to keep {condition_of(**limits)}; cells that break it by the "
+        "interval, or have no figure, are left out."
     )
 
 

@@ -167,8 +167,9 @@ def worth_showing(table: pd.DataFrame, column: str, name: str = "") -> bool:
         return is_summary and column in _HEADLINE
     if is_summary and column in _OF_QUALITY:
         return column in _summary_figures(table)
-    if column == "measured" and "distance" in table:
-        return not table[column].equals(table["distance"])
+    if column == "measured":
+        beside = table.filter(["distance", "emitted_tv"])
+        return not any(table[column].equals(beside[name]) for name in beside)
     if column in ("failed", "disturbed", "held_up"):
         return bool((table[column] > 0).any())
     return column not in _OFTEN_SHARED or table[column].nunique(dropna=False) > 1

@@ -22,7 +22,7 @@ from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.run_directory import NO_SPEED, RunData, disturbance
 from lantern_bench.storage.schema import ENDS, Row
 
-_WITHIN = condition_of(max_distance=MAX_DISTANCE, within=None)
+_WITHIN = condition_of()
 
 
 def hardware(manifest: Mapping[str, Any]) -> str:

@@ -97,7 +97,7 @@ def test_the_fastest_that_keeps_stands_beside_the_fastest_lossless() -> None:
         )
     )
     tables = run_with(figures | {STRICT: (0.0, -0.001, 0.001)})
-    table = recommendation(tables, tables, condition_of(None, None))
+    table = recommendation(tables, tables, condition_of())
     assert verdicts(table) == [(RELAXED[1].cell_id, "keeps"), (STRICT.cell_id, "lossless")]
     row = table.iloc[0]
     assert (row["speedup"], row["speedup_over_lossless"]) == (
@@ -115,7 +115,7 @@ def test_the_fastest_that_keeps_stands_beside_the_fastest_lossless() -> None:
 
 def test_a_terminal_shows_what_was_measured_unless_it_is_the_distance() -> None:
     tables = run_with({RELAXED[0]: (0.002, 0.001, 0.003), STRICT: (0.0, -0.001, 0.001)})
-    by_distance = recommendation(tables, tables, condition_of(None, None))
+    by_distance = recommendation(tables, tables, condition_of())
     assert by_distance["measured"].tolist() == [0.002, 0.0]
     head = head_of("measured")
     shown = readable(by_distance, "recommendation").frame
@@ -125,7 +125,7 @@ def test_a_terminal_shows_what_was_measured_unless_it_is_the_distance() -> None:
     of_relaxed = tables["quality"]["cell_id"] == RELAXED[0].cell_id
     names = [f"prompt_accuracy_vs_ar{end}" for end in ENDS]
     tables["quality"].loc[of_relaxed, names] = (0.01, 0.0, 0.02)
-    by_score = recommendation(tables, tables, condition_of(None, ("prompt_accuracy", 0.1)))
+    by_score = recommendation(tables, tables, condition_of(within=("prompt_accuracy", 0.1)))
     shown = readable(by_score, "recommendation").frame
     assert head in shown
     assert head_of("distance") in shown
@@ -140,7 +140,7 @@ def test_too_few_images_settle_nothing_and_say_how_many_would() -> None:
             RELAXED[0]: (None, None, None),
         }
     )
-    table = recommendation(tables, tables, condition_of(0.01, None))
+    table = recommendation(tables, tables, condition_of(max_distance=0.01))
     assert verdicts(table) == [
         (STRICT.cell_id, "lossless"),
         (RELAXED[2].cell_id, "not settled: more than 6 images"),
@@ -152,17 +152,37 @@ def test_scores_may_be_worse_by_the_margin_and_better_by_any_amount() -> None:
         zip(RELAXED, [(0.0, -0.009, 0.009), (0.3, 0.2, 0.4), (-0.2, -0.3, -0.1)], strict=True)
     )
     tables = run_with(figures, "prompt_accuracy_vs_ar")
-    table = recommendation(tables, tables, condition_of(None, ("prompt_accuracy", 0.01)))
+    table = recommendation(tables, tables, condition_of(within=("prompt_accuracy", 0.01)))
     assert verdicts(table) == [(RELAXED[1].cell_id, "keeps"), (STRICT.cell_id, "lossless")]
     assert table["condition"].unique().tolist() == ["prompt_accuracy_vs_ar >= -0.01"]
     with pytest.raises(UserError, match="--within fid") as refusal:
-        condition_of(None, ("fid", 1.0))
+        condition_of(within=("fid", 1.0))
     assert "clip_score" in str(refusal.value.advice)
+
+
+def test_the_condition_may_be_the_emitted_tv() -> None:
+    """Cells whose rule has no emitted TV are left out."""
+    ends = [(0.08, 0.07, 0.09), (None, None, None), (0.2, 0.19, 0.21)]
+    tables = run_with(dict(zip(RELAXED, ends, strict=True)), "emitted_tv")
+    table = recommendation(tables, tables, condition_of(max_emitted_tv=0.1))
+    assert verdicts(table) == [(RELAXED[0].cell_id, "keeps"), (STRICT.cell_id, "lossless")]
+    assert table["condition"].unique().tolist() == ["emitted_tv <= 0.1"]
+    assert head_of("measured") not in readable(table, "recommendation").frame
+
+
+def test_one_condition_is_allowed() -> None:
+    for flags in (
+        {"max_distance": 0.01, "max_emitted_tv": 0.1},
+        {"max_distance": 0.0, "within": ("clip_score", 0.1)},
+        {"max_emitted_tv": 0.1, "within": ("clip_score", 0.1)},
+    ):
+        with pytest.raises(UserError, match="one of them is a condition"):
+            condition_of(**flags)
 
 
 def test_speed_and_quality_of_two_runs_join_by_cell() -> None:
     quality = run_with({RELAXED[0]: (0.001, 0.0, 0.002)}, cells=(RELAXED[0],))
-    table = recommendation(run_with({}), quality, condition_of(None, None))
+    table = recommendation(run_with({}), quality, condition_of())
     assert verdicts(table) == [(RELAXED[0].cell_id, "keeps"), (STRICT.cell_id, "lossless")]
     assert math.isnan(table["measured"].iloc[1])
 
@@ -170,24 +190,22 @@ def test_speed_and_quality_of_two_runs_join_by_cell() -> None:
 def test_runs_without_the_figures_are_refused() -> None:
     tables = run_with({})
     with pytest.raises(RefusedError, match="no cell has distance") as refusal:
-        recommendation(tables, tables, condition_of(None, None))
+        recommendation(tables, tables, condition_of())
     assert "lantern-bench score RUN" in str(refusal.value.advice)
     # Tables have no columns of figures that no cell has.
     unscored = {name: table.filter(regex="^(?!clip_score)") for name, table in tables.items()}
     with pytest.raises(RefusedError, match="no cell has clip_score_vs_ar"):
-        recommendation(unscored, unscored, condition_of(None, ("clip_score", 0.02)))
+        recommendation(unscored, unscored, condition_of(within=("clip_score", 0.02)))
     alone = run_with({RELAXED[0]: (0.0, 0.0, 0.0)}, cells=(RELAXED[0],))
     with pytest.raises(RefusedError, match="no cell has a speedup"):
-        recommendation(alone, alone, condition_of(None, None))
+        recommendation(alone, alone, condition_of())
 
 
 def test_a_cell_with_impossible_tokens_breaks_whatever_its_distance() -> None:
     """Tokens of probability 0 take no part in the features, so the distance may be 0."""
     ends = [(0.005, 0.004, 0.006), (0.0, 0.0, 0.001), (0.0, 0.0, 0.001)]
     tables = run_with(dict(zip(RELAXED, ends, strict=True)))
-    table = recommendation(
-        *[with_impossible(tables, RELAXED[2])] * 2, condition=condition_of(None, None)
-    )
+    table = recommendation(*[with_impossible(tables, RELAXED[2])] * 2, condition=condition_of())
     assert verdicts(table) == [
         (RELAXED[1].cell_id, "keeps"),
         (STRICT.cell_id, "lossless"),
@@ -199,7 +217,7 @@ def test_a_cell_with_impossible_tokens_breaks_whatever_its_distance() -> None:
 def test_a_score_shows_the_distance_and_impossible_tokens_beside_it() -> None:
     tables = run_with({RELAXED[2]: (0.0, -0.001, 0.001)}, "prompt_accuracy_vs_ar")
     tables = with_distances(with_impossible(tables, RELAXED[2]), {RELAXED[2]: 0.4})
-    table = recommendation(tables, tables, condition_of(None, ("prompt_accuracy", 0.01)))
+    table = recommendation(tables, tables, condition_of(within=("prompt_accuracy", 0.01)))
     row = table.iloc[0]
     assert row["verdict"] == "keeps"
     for name in ("distance", "emitted_tv"):
@@ -219,7 +237,7 @@ def test_where_nothing_faster_than_ar_keeps_the_condition(fastest: Ends, words: 
     slow = SECONDS | {STRICT: 3.0}
     figures = dict(zip(RELAXED, [fastest, (0.03, 0.02, 0.04), (0.03, 0.02, 0.04)], strict=True))
     tables = run_with(figures, seconds=slow)
-    table = recommendation(tables, tables, condition_of(None, None))
+    table = recommendation(tables, tables, condition_of())
     by_cell = table.set_index("cell_id")
     notes = str(by_cell.loc[AR.cell_id, "note"])
     if words is None:
@@ -231,12 +249,12 @@ def test_where_nothing_faster_than_ar_keeps_the_condition(fastest: Ends, words: 
 def test_the_error_rate_counts_every_cell_that_was_tried() -> None:
     ends = [(0.002, 0.001, 0.003), (0.03, 0.02, 0.04), (0.0, -0.02, 0.02)]
     tables = run_with(dict(zip(RELAXED, ends, strict=True)))
-    table = recommendation(tables, tables, condition_of(None, None)).set_index("cell_id")
+    table = recommendation(tables, tables, condition_of()).set_index("cell_id")
     note = table.loc[RELAXED[0].cell_id, "note"]
     assert "the first of 3 cells tried" in note
     assert "wrong in at most 7.5% of repeats (2.5% for each cell)" in note
     alone = run_with({RELAXED[0]: (0.002, 0.001, 0.003)})
-    table = recommendation(alone, alone, condition_of(None, None)).set_index("cell_id")
+    table = recommendation(alone, alone, condition_of()).set_index("cell_id")
     assert "1 cell tried" in table.loc[RELAXED[0].cell_id, "note"]
 
 
@@ -271,7 +289,7 @@ def test_two_runs_of_other_settings_are_joined_with_a_note() -> None:
         "prompts: held-out in the first, other in the second"
     ]  # seconds are of the first run, so that its machine alone counts
     quality = run_with({RELAXED[0]: (0.001, 0.0, 0.002)}, cells=(RELAXED[0],))
-    table = recommendation(run_with({}), quality, condition_of(None, None), notes=notes)
+    table = recommendation(run_with({}), quality, condition_of(), notes=notes)
     assert table["note"].str.contains("bfloat16 in the second").all()
 
 
@@ -281,8 +299,8 @@ def test_the_rows_of_a_sampling_name_it() -> None:
     cells = (AR, STRICT, *greedy)
     seconds = {AR: 1.0, STRICT: 2.0, greedy[0]: 1.0, greedy[1]: 2.0}
     tables = run_with({AR: (0.0, 0.0, 0.0)}, cells=cells, seconds=seconds)
-    table = recommendation(tables, tables, condition_of(None, None))
+    table = recommendation(tables, tables, condition_of())
     named = table.fillna({"sampling": ""}).set_index("cell_id")["sampling"]
     assert named.to_dict() == {AR.cell_id: "", greedy[0].cell_id: "T=0"}
     alone = run_with({AR: (0.0, 0.0, 0.0)}, cells=cells[:2], seconds=seconds)
-    assert recommendation(alone, alone, condition_of(None, None))["sampling"].isna().all()
+    assert recommendation(alone, alone, condition_of())["sampling"].isna().all()
