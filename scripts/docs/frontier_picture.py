@@ -1,21 +1,23 @@
-"""Draw docs/pictures/frontier.png: the speed of cells on a GPU, and what they change.
+"""Draw docs/pictures/frontier.png: the speed of cells on a GPU against what they change.
 
-A row per cell: its speedup, its distance and its emitted TV. Lossless cells are above relaxed ones,
-and the fastest come first. Speeds are from one run, distances and emitted TV from another run of
-the same cells. The picture leaves out cells at temperature 0, which have no distance.
+Speed is up in all three panels. Lossless cells are in the first panel. Relaxed cells are in the
+second and the third, by their emitted TV and by their distance. Speeds are from one run, distances
+and emitted TV from another run of the same cells. The picture leaves out cells at temperature 0,
+which have no distance.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Callable, Sequence
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.text import Annotation
 from safetensors.torch import load_file
 
 from lantern_bench.report.draw import save_figure
@@ -34,8 +36,11 @@ TARGET = WEIGHTS / "target.safetensors"
 OUTPUTS = ("lossless", "relaxed")
 THRESHOLD = 0.01  # distance; the axis is linear up to here and logarithmic beyond
 TICKS = (0, THRESHOLD, 0.1, 0.5)  # of the distance
+SPEEDS = (0.85, 3.95)  # the ends of the speedup's axis
 GRAY = "#555555"
 DASHED = {"color": GRAY, "lw": 0.8, "ls": (0, (5, 4)), "zorder": 0}
+LEADER = {"arrowstyle": "-", "color": GRAY, "lw": 0.5, "shrinkA": 1, "shrinkB": 0}  # to a label
+GAP = 0.125  # between two labels, in units of the speedup
 # By where the drafts come from. Colour-blind readers can tell these colours apart.
 COLOURS = {
     "none": "black",
@@ -44,43 +49,47 @@ COLOURS = {
     "pac": "#C04A00",
     "hybrid": "#8A3D8F",
 }
-NOTES = (
-    "w: window; chain-7: seven drafts, no tree was timed; jacobi: a relaxed rule on a window;"
-    " k: nearest codes.\n"
-    "block-scd is faster since version 11, which no GPU has timed. n/a: block verification does not"
-    " measure it."
-)
 DRAFTS = {
-    "static": "drafts of a chain (a drafter network)",
     "jacobi": "drafts of a window (the model itself)",
+    "static": "drafts of a chain (a drafter network)",
     "hybrid": "both",
 }
+# Parts of names that the labels leave out and the notes give.
+OMITTED = (
+    *("-row-maximal", "-row", " jacobi w32", " jacobi w16", " chain-7"),
+    *(" static", " k=100", " decay=0"),
+)
+NOTES = (
+    "Labels leave out what cells have in common. Windows: w32 for relaxed rules (gsd: w16), all"
+    " row and maximal\n(sjd, gsd: row). Chains: chain-7. Rules: k=100 and decay=0 where not given."
+    " No tree was timed. block-scd is\nfaster since version 11, which no GPU has timed."
+)
 
 
 def frontier(out: Path) -> list[Path]:
     """Draw the picture; return the files that it was made from."""
-    counts = [len(sampled_cells(kind)) for kind in OUTPUTS]
     figure, panels = pyplot.subplots(
-        nrows=2,
-        ncols=2,
-        sharex="col",
-        sharey="row",
-        figsize=(8.6, 7.9),
-        height_ratios=counts,
-        width_ratios=(5, 4),
+        ncols=3, sharey=True, figsize=(8.6, 5.9), width_ratios=(0.7, 3, 3)
     )
-    figure.subplots_adjust(left=0.41, right=0.92, bottom=0.178, top=0.865, wspace=0.06, hspace=0.1)
-    for kind, (speed, distance) in zip(OUTPUTS, panels, strict=True):
-        draw_speed(speed, kind)
-        draw_distance(distance, kind)
-    _label(*panels[1])
-    for axes, words in zip(panels[0], ("speedup", "distance, at least"), strict=True):
-        axes.set_title(words, fontsize=9)
-    figure.text(0.925, 0.87, "emitted\nTV, at\nmost", fontsize=8.5)
-    figure.text(0.012, 0.968, title(), weight="bold", fontsize=11)
-    figure.text(0.012, 0.926, sources(), fontsize=9)
+    figure.subplots_adjust(left=0.215, right=0.715, bottom=0.27, top=0.83, wspace=0.2)
+    exact, moved, shifted = panels
+    titles = ("lossless", "relaxed: emitted TV", "relaxed: distance")
+    for axes, words in zip(panels, titles, strict=True):
+        axes.set_title(words, fontsize=9.5, weight="bold")
+    draw_lossless(exact)
+    draw_emitted_tv(moved)
+    draw_distance(shifted)
+    for axes in panels:
+        _mark_speeds(axes)
+    figure.text(0.012, 0.958, title(), weight="bold", fontsize=11)
+    figure.text(0.012, 0.896, sources(), fontsize=9)
     figure.legend(
-        handles=_legend(), loc="lower left", bbox_to_anchor=(0, 0.04), fontsize=8.5, frameon=False
+        handles=_legend(),
+        loc="lower left",
+        bbox_to_anchor=(0, 0.07),
+        ncols=2,
+        fontsize=8.5,
+        frameon=False,
     )
     figure.text(0.012, 0.012, NOTES, fontsize=8.5)
     save_figure(figure, out, dpi=200, metadata={"Software": None})
@@ -96,60 +105,120 @@ def sampled_cells(kind: str) -> list[str]:
     return sorted(sampled, key=lambda name: -cells[name]["speedup"].value)
 
 
-def draw_speed(axes: Axes, kind: str) -> None:
-    """Draw the speedup of each cell; beside relaxed cells, a line at the fastest lossless one."""
-    names = sampled_cells(kind)
-    for row, name in enumerate(names):
-        cell = cells_of(TIMED)[name]
-        speedup = cell["speedup"]
-        colour = COLOURS[cell["drafting"].value]
-        axes.errorbar(speedup.value, row, xerr=_whiskers([speedup]), fmt="o", color=colour, ms=4)
-        right = max(speedup.high, speedup.value + 0.05)
-        words = axes.text(right + 0.06, row, f"{speedup.value:.2f}x", va="center")
-        words.set(fontsize=8.5, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
-    if kind == "relaxed":
-        fastest = sampled_cells("lossless")[0]
-        axes.axvline(cells_of(TIMED)[fastest]["speedup"].value, **DASHED)
-    axes.set_yticks(range(len(names)), names, fontsize=8.5)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.axvline(1, color=GRAY, lw=0.8, zorder=0)
-    axes.set_xlim(0.8, 4.4)
-    axes.tick_params(axis="x", labelbottom=True, labelsize=8.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(kind, loc="left", x=-1.4, y=0.97, weight="bold", fontsize=10)
+def draw_lossless(axes: Axes) -> None:
+    """Draw the speedups of the lossless cells, with their names on the left."""
+    names = sampled_cells("lossless")
+    for name in names:
+        speedup = cells_of(TIMED)[name]["speedup"]
+        axes.errorbar(0, speedup.value, yerr=_whiskers([speedup]), **_style(name))
+    for name, place in zip(names, label_places(names), strict=True):
+        speedup = cells_of(TIMED)[name]["speedup"].value
+        text = f"{label(name)}  {speedup:.2f}x"
+        leader = LEADER | {"relpos": (1, 0.5)}
+        words = axes.annotate(text, (-0.3, speedup), (-1.6, place), arrowprops=leader)
+        words.set_ha("right")
+        _lead(words, name)
+    axes.set_xlim(-1, 1)
+    axes.set_xticks([0], ["0"])
+    axes.set_xlabel("change")
+    axes.tick_params(axis="y", left=False, labelleft=False)
+    axes.spines["left"].set_visible(False)
 
 
-def draw_distance(axes: Axes, kind: str) -> None:
-    """Draw the distance of each cell, and write its emitted TV."""
-    for row, name in enumerate(sampled_cells(kind)):
-        cell = cells_of(SCORED)[name]
-        distance = cell["distance"]
-        colour = COLOURS[cell["drafting"].value]
-        inside = "white" if cell["distance_p"].value < SIGNIFICANT else colour
-        axes.errorbar(
-            distance.value, row, xerr=_whiskers([distance]), fmt="o", color=colour, mfc=inside, ms=4
-        )
-        tv = f"{cell['emitted_tv']:alone}" or "n/a"
-        axes.text(1.02, row, tv, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5)
-    axes.axvline(0, color=GRAY, lw=0.8, zorder=0)
+def draw_emitted_tv(axes: Axes) -> None:
+    """Draw the relaxed cells by their emitted TV."""
+    _draw_relaxed(axes, lambda name: cells_of(SCORED)[name]["emitted_tv"])
+    axes.set_xlim(0, 0.25)
+    axes.set_xticks([0, 0.1, 0.2], ["0", "0.1", "0.2"])
+    axes.set_yticks([1, 2, 3], ["1x", "2x", "3x"])
+    axes.tick_params(axis="y", labelleft=True)
+    axes.set_xlabel("at most; share of the\nprobability per token")
+    ahead = {"arrowstyle": "->", "color": GRAY}
+    axes.annotate("", (0.006, 3.88), (0.034, 3.62), arrowprops=ahead)
+    axes.text(0.036, 3.56, "better", color=GRAY, va="center", fontsize=8.5)
+
+
+def draw_distance(axes: Axes) -> None:
+    """Draw the relaxed cells by their distance, with their names on the right."""
+    _draw_relaxed(axes, lambda name: cells_of(SCORED)[name]["distance"])
     axes.axvline(THRESHOLD, **DASHED)  # also the end of the linear part
     axes.set_xscale("symlog", linthresh=THRESHOLD, linscale=1.1)
     axes.set_xlim(-0.006, 0.6)
     axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
     axes.set_xticks([], minor=True)
-    axes.tick_params(axis="x", labelbottom=True, labelsize=8.5)
-    axes.tick_params(axis="y", left=False)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _label(speed: Axes, distance: Axes) -> None:
-    """Label the axes below the panels."""
-    latency = cells_of(TIMED)["ar"]["latency_s"]
-    speed.set_xlabel(f"1x: ar, {latency:.3f} s per image;\ndashed: the fastest lossless cell")
     shift = f"{THRESHOLD:g}, a shift of {THRESHOLD**0.5:g}"
-    distance.set_xlabel(f"dashed: {shift} standard\ndeviations; logarithmic beyond it")
-    for axes in (speed, distance):
-        axes.xaxis.label.set_fontsize(9)
+    axes.set_xlabel(f"at least; dashed: {shift}\nstandard deviations; then logarithmic")
+    names = sampled_cells("relaxed")
+    for name, place in zip(names, label_places(names), strict=True):
+        speedup = cells_of(TIMED)[name]["speedup"].value
+        axes.hlines(
+            speedup, cells_of(SCORED)[name]["distance"].high, 0.6, color=GRAY, lw=0.5, ls=":"
+        )
+        text = f"{speedup:.2f}x  {label(name)}"
+        leader = LEADER | {"relpos": (0, 0.5)}
+        words = axes.annotate(text, (0.6, speedup), (0.8, place), arrowprops=leader)
+        _lead(words, name)
+
+
+def label(name: str) -> str:
+    """The name of a cell without the parts that the notes give."""
+    for part in OMITTED:
+        name = name.replace(part, "")
+    return name
+
+
+def label_places(names: Sequence[str]) -> list[float]:
+    """Where the labels of cells are: at their speedups, moved apart where they would overlap.
+
+    Labels that touch become one group, `GAP` apart, around the mean of their speedups.
+    """
+    groups: list[list[float]] = []
+    for name in names:
+        groups.append([cells_of(TIMED)[name]["speedup"].value])
+        while len(groups) > 1 and _places(groups[-2])[-1] - _places(groups[-1])[0] < GAP:
+            lower = groups.pop()
+            groups[-1] += lower
+    return list(chain.from_iterable(map(_places, groups)))
+
+
+def _places(speedups: Sequence[float]) -> list[float]:
+    highest = sum(speedups) / len(speedups) + GAP * (len(speedups) - 1) / 2
+    return [highest - GAP * number for number in range(len(speedups))]
+
+
+def _draw_relaxed(axes: Axes, change: Callable[[str], Figure]) -> None:
+    for name in sampled_cells("relaxed"):
+        across = change(name)
+        speedup = cells_of(TIMED)[name]["speedup"]
+        bars = {"xerr": _whiskers([across]), "yerr": _whiskers([speedup])}
+        axes.errorbar(across.value, speedup.value, **bars, **_style(name))
+
+
+def _style(name: str) -> dict[str, Any]:
+    colour = _colour(name)
+    is_detected = cells_of(SCORED)[name]["distance_p"].value < SIGNIFICANT
+    inside = "white" if is_detected else colour
+    return {"fmt": "o", "color": colour, "mfc": inside, "ms": 4.5, "lw": 1}
+
+
+def _colour(name: str) -> str:
+    return COLOURS[cells_of(TIMED)[name]["drafting"].value]
+
+
+def _lead(words: Annotation, name: str) -> None:
+    """Give a label the colour of its cell."""
+    words.set(va="center", color=_colour(name), fontsize=8.5, annotation_clip=False)
+
+
+def _mark_speeds(axes: Axes) -> None:
+    """Draw lines at the speed of `ar` and at that of the fastest lossless cell."""
+    fastest = sampled_cells("lossless")[0]
+    axes.axhline(cells_of(TIMED)[fastest]["speedup"].value, **DASHED)
+    axes.axhline(1, color=GRAY, lw=0.8, zorder=0)
+    axes.set_ylim(SPEEDS)
+    axes.tick_params(labelsize=8.5)
+    axes.xaxis.label.set_fontsize(8.5)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def title() -> str:
@@ -162,7 +231,8 @@ def title() -> str:
             for drafting in ("jacobi", "static")
         )
         parts.append(f"{window:.2f}x against {chain:.2f}x {kind}")
-    return f"On this model windows beat chains: {', '.join(parts)}"
+    gpu = manifest_of(TIMED)["device"].split()[-1]
+    return f"On one {gpu}, windows beat chains: {', '.join(parts)}"
 
 
 def sources() -> str:
@@ -171,12 +241,13 @@ def sources() -> str:
     scored = manifest_of(SCORED)
     millions = parameters_of(TARGET) / 1e6
     experiment = timed["experiment"]
+    latency = cells_of(TIMED)["ar"]["latency_s"]
     return (
         f"lanterns, a miniature model of {millions:.1f} million parameters; batch"
-        f" {experiment['batch']}, {experiment['images']} images per cell. Speed: one"
-        f" {timed['device']},\nengine version {timed['key']['engine_version']}."
-        " Distance and emitted TV: the same cells on a CPU,"
-        f" engine version {scored['key']['engine_version']}."
+        f" {experiment['batch']}, {experiment['images']} images per cell. Up: speedup over ar"
+        f" ({latency:.3f} s per image)\non one {timed['device']}, engine version"
+        f" {timed['key']['engine_version']}. Right: change of the output, of the same cells on a"
+        f" CPU, engine version {scored['key']['engine_version']}."
     )
 
 
@@ -192,15 +263,16 @@ def parameters_of(weights: Path) -> int:
 
 
 def _legend() -> list[Line2D]:
-    """Say what lines and colours mean."""
+    """Say what colours and lines mean."""
     entries = [
         Line2D([], [], marker="o", color=COLOURS[name], label=words)
         for name, words in DRAFTS.items()
     ]
     intervals = Line2D([], [], color=GRAY, label="lines: 95% intervals")
+    dashed = Line2D([], [], **(DASHED | {"label": "dashed: the fastest lossless cell"}))
     words = f"hollow: detected by a test, p < {SIGNIFICANT:g}"
     detected = Line2D([], [], marker="o", color=GRAY, mfc="white", lw=0, label=words)
-    return [*entries, detected, intervals]
+    return [*entries, intervals, dashed, detected]
 
 
 def _whiskers(figures: Sequence[Figure]) -> list[list[float]]:

@@ -4,9 +4,9 @@
 
 `frontier.png` shows speed against distance (scripts/docs/frontier_picture.py). The other pictures
 are made from the page of the reference run: a screenshot of its main chart; `distances.png`, some
-captions in cells of growing distance; and `family.png`, rendered scenes, their reconstructions by
-the bundled tokenizer, and `ar` pictures of the same captions. sources.json says which files each
-picture was made from.
+captions in cells of growing distance, with their FIDs; and `family.png`, rendered scenes, their
+reconstructions by the bundled tokenizer, and `ar` pictures of the same captions. sources.json says
+which files each picture was made from.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ SOURCES = PICTURES / "sources.json"
 PAGE = REFERENCE / "report.html"
 TOKENIZER = WEIGHTS / "tokenizer.safetensors"
 _CAPTIONS = 2
+# Cells that two runs have: the reference run has pictures, the other one enough of them for FID.
 _CELLS = (
     "ar",
-    "lantern++ jacobi w32-row-maximal k=100 lambda=5",
+    "lantern++ chain-7 k=100 lambda=2",
     "lantern++ chain-7 k=100 lambda=5",
-    "lantern static chain-7 k=5 delta=0.2",
     "lantern static chain-7 k=100 delta=0.1",
 )
+_FID = "quality"
 _SCENES = 1_000
 _COLUMNS = 5  # with more, the words beside the rows are too small on a page
 # Pixels. Pages show a sheet of five columns at half its size, 860 pixels wide.
@@ -85,18 +86,18 @@ def distances(out: Path) -> list[Path]:
     cells = {name: cells_of("reference")[name] for name in _CELLS}
     columns = [ids.index(cell["cell_id"].value) for cell in cells.values()]
     rows = [[pictures[prompt, column] for column in columns] for prompt in range(_CAPTIONS)]
-    heads = [
-        f"{number}: {head_of(name, cell)}"
-        for number, (name, cell) in enumerate(cells.items(), start=1)
-    ]
-    title = "Single images do not show a distance"
+    heads = [head_of(name, cell) for name, cell in cells.items()]
+    title = "Single images do not show a shift, FID shows the large ones"
     sheet(rows, heads, prompts, title=title).save(out)
-    return [PAGE, REFERENCE / "speed.csv", REFERENCE / "summary.csv"]
+    summaries = [folder / "summary.csv" for folder in (REFERENCE, REFERENCE / _FID)]
+    return [PAGE, REFERENCE / "speed.csv", *summaries]
 
 
 def head_of(name: str, cell: Cell) -> str:
-    """The words above the pictures of a cell, with the distance in the first line."""
-    return f"distance {cell['distance'].value:.3f}\n{output(cell)}\n{name}"
+    """The words above the pictures of a cell: its name, distance and FID."""
+    fid = cells_of(_FID)[name]["fid"].value
+    distance = f"distance {cell['distance'].value:.3f}"
+    return f"{name}\n{output(cell)}\n{distance}\nFID {fid:.1f}"
 
 
 def family(out: Path) -> list[Path]:
