@@ -87,17 +87,21 @@ def distances(out: Path) -> list[Path]:
     columns = [ids.index(cell["cell_id"].value) for cell in cells.values()]
     rows = [[pictures[prompt, column] for column in columns] for prompt in range(_CAPTIONS)]
     heads = [head_of(name, cell) for name, cell in cells.items()]
-    title = "Single images do not show a shift, FID shows the large ones"
+    title = "Single images hide a shift, FID shows the large ones"
     sheet(rows, heads, prompts, title=title).save(out)
     summaries = [folder / "summary.csv" for folder in (REFERENCE, REFERENCE / _FID)]
     return [PAGE, REFERENCE / "speed.csv", *summaries]
 
 
 def head_of(name: str, cell: Cell) -> str:
-    """The words above the pictures of a cell: its name, distance and FID."""
-    fid = cells_of(_FID)[name]["fid"].value
+    """The words above the pictures of a cell: its name, distance, and FID among those of `ar`."""
+    scored = cells_of(_FID)[name]
     distance = f"distance {cell['distance'].value:.3f}"
-    return f"{name}\n{output(cell)}\n{distance}\nFID {fid:.1f}"
+    beside = str(scored["fid_verdict"].value)
+    if name == "ar":
+        low, high = (scored[f"fid_ar_spread_{end}"].value for end in ("low", "high"))
+        beside = f"repeats\n{low:.1f} to {high:.1f}"
+    return f"{name}\n{output(cell)}\n{distance}\nFID {scored['fid'].value:.1f}, {beside}"
 
 
 def family(out: Path) -> list[Path]:
@@ -125,7 +129,7 @@ def sheet(
 ) -> Image.Image:
     """Lay pictures out in rows on white, with heads above the columns and names beside the rows."""
     step = _SIDE + _GAP
-    heads = [wrap_lines(head, 18) for head in heads]
+    heads = [wrap_lines(head, 19) for head in heads]
     above = 2 * _LINE if title else 0
     head = above + _GAP + _LINE * max((text.count("\n") + 1 for text in heads), default=0)
     font = ImageFont.truetype(findfont("DejaVu Sans"), _FONT)
@@ -133,11 +137,11 @@ def sheet(
     draw = ImageDraw.Draw(canvas)
     words: dict[str, Any] = {"fill": "black", "font": font, "spacing": _LINE - _FONT}
     bold = ImageFont.truetype(findfont("DejaVu Sans:bold"), _FONT + 4)
-    draw.text((0, 0), title, fill="black", font=bold)
+    draw.text((_GAP, 0), title, fill="black", font=bold)
     for column, text in enumerate(heads, start=1):
         draw.multiline_text((column * step, above), text, **words)
     for row, (pictures, name) in enumerate(zip(rows, names, strict=False)):
-        draw.multiline_text((0, head + row * step), wrap_lines(name, 16), **words)
+        draw.multiline_text((_GAP, head + row * step), wrap_lines(name, 16), **words)
         for column, picture in enumerate(pictures, start=1):
             canvas.paste(
                 picture.resize((_SIDE, _SIDE), Image.Resampling.NEAREST),
