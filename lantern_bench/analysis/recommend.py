@@ -148,8 +148,8 @@ def recommendation(
         missing = condition.quantity if has_speedup else "a speedup"
         raise RefusedError(
             f"no cell has {missing}",
-            "`lantern-bench score RUN` adds quality and distance. Of two runs: recommend TIMED_RUN "
-            "SCORED_RUN",
+            "`lantern-bench score RUN` adds quality and distance; emitted TV is measured while "
+            "decoding. Of two runs: recommend TIMED_RUN SCORED_RUN",
         )
     rows: list[Row] = []
     every_cell = rows_of(speed["speed"])

@@ -125,7 +125,10 @@ def build_program(all_flags: bool = False) -> Any:
 
 
 def run() -> None:
-    """Run the command line and exit with its code: the console script."""
+    """Run the command line and end this process with its code: the console script.
+
+    Programs that go on afterwards call `main`.
+    """
     exit_quickly(main(sys.argv[1:]))
 
 
