@@ -117,7 +117,7 @@ def draw_lossless(axes: Axes) -> None:
         _lead(words, name)
     axes.set_xlim(-1, 1)
     axes.set_xticks([0], ["0"])
-    axes.set_xlabel("change")
+    axes.set_xlabel("change\n(spread)")
     axes.tick_params(axis="y", left=False, labelleft=False)
     axes.spines["left"].set_visible(False)
 
@@ -268,7 +268,7 @@ def _legend() -> list[Line2D]:
     dashed = Line2D([], [], **(DASHED | {"label": "dashed: the fastest lossless cell"}))
     words = f"hollow: shift detected (p < {SIGNIFICANT:g}, corrected)"
     detected = Line2D([], [], marker="o", color=GRAY, mfc="white", lw=0, label=words)
-    words = "half hollow: by older distances of the GPU run only"
+    words = "half hollow: detected in the GPU run only (older distance)"
     half = Line2D([], [], marker="o", color=GRAY, lw=0, label=words)
     half.set(fillstyle="left", markerfacecoloralt="white")
     return [*entries, dashed, intervals, detected, half]

@@ -97,10 +97,10 @@ def head_of(name: str, cell: Cell) -> str:
     """The words above the pictures of a cell: its name, distance, and FID among those of `ar`."""
     scored = cells_of(_FID)[name]
     distance = f"distance {cell['distance'].value:.3f}"
-    beside = str(scored["fid_verdict"].value)
+    low, high = (scored[f"fid_ar_spread_{end}"].value for end in ("low", "high"))
+    beside = "above" if scored["fid"].value > high else "in range"
     if name == "ar":
-        low, high = (scored[f"fid_ar_spread_{end}"].value for end in ("low", "high"))
-        beside = f"repeats\n{low:.1f} to {high:.1f}"
+        beside = f"range\n{low:.1f} to {high:.1f}"
     return f"{name}\n{output(cell)}\n{distance}\nFID {scored['fid'].value:.1f}, {beside}"
 
 
