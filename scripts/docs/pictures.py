@@ -37,10 +37,10 @@ SOURCES = PICTURES / "sources.json"
 PAGE = REFERENCE / "report.html"
 TOKENIZER = WEIGHTS / "tokenizer.safetensors"
 _CAPTIONS = 2
-# Cells that two runs have: the reference run has pictures, the other one enough of them for FID.
+# Cells of the reference run, which has pictures. Another run has enough of them for FID.
 _CELLS = (
     "ar",
-    "lantern++ chain-7 k=100 lambda=2",
+    "lantern++ jacobi w32-row-maximal k=100 lambda=5",
     "lantern++ chain-7 k=100 lambda=5",
     "lantern static chain-7 k=100 delta=0.1",
 )
@@ -95,13 +95,15 @@ def distances(out: Path) -> list[Path]:
 
 def head_of(name: str, cell: Cell) -> str:
     """The words above the pictures of a cell: its name, distance, and FID among those of `ar`."""
+    words = f"{name}\n{output(cell)}\ndistance {cell['distance'].value:.3f}"
+    if name not in cells_of(_FID):
+        return f"{words}\nFID not measured"
     scored = cells_of(_FID)[name]
-    distance = f"distance {cell['distance'].value:.3f}"
     low, high = (scored[f"fid_ar_spread_{end}"].value for end in ("low", "high"))
     beside = "above" if scored["fid"].value > high else "in range"
     if name == "ar":
         beside = f"range\n{low:.1f} to {high:.1f}"
-    return f"{name}\n{output(cell)}\n{distance}\nFID {scored['fid'].value:.1f}, {beside}"
+    return f"{words}\nFID {scored['fid'].value:.1f}, {beside}"
 
 
 def family(out: Path) -> list[Path]:
