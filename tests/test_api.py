@@ -181,6 +181,8 @@ def test_functions_return_what_commands_show(tiny: TinyModel) -> None:
     assert scored["distance"].notna().any()
     recommended = lantern_bench.recommend(run, max_distance=1.0)
     assert "lossless" in set(recommended["verdict"])
+    by_emitted_tv = lantern_bench.recommend(run, max_emitted_tv=1.0)
+    assert set(by_emitted_tv["condition"]) == {"emitted_tv <= 1"}
     (run.path / "records.jsonl").rename("records.jsonl")
     pd.testing.assert_frame_equal(
         lantern_bench.recommend("run", max_distance=1.0), recommended, rtol=1e-5

@@ -192,6 +192,7 @@ def test_runs_without_the_figures_are_refused() -> None:
     with pytest.raises(RefusedError, match="no cell has distance") as refusal:
         recommendation(tables, tables, condition_of())
     assert "lantern-bench score RUN" in str(refusal.value.advice)
+    assert "emitted TV is measured while decoding" in str(refusal.value.advice)
     # Tables have no columns of figures that no cell has.
     unscored = {name: table.filter(regex="^(?!clip_score)") for name, table in tables.items()}
     with pytest.raises(RefusedError, match="no cell has clip_score_vs_ar"):

@@ -428,6 +428,13 @@ def test_recommend_refuses_a_run_without_the_figure(results, refuse):
     refuse(["recommend", "first"], 3, "no cell has distance", "lantern-bench score RUN")
 
 
+def test_recommend_takes_one_limit(results, capsys, refuse):
+    typed = ["recommend", "first", "--max-emitted-tv", "0.1"]
+    assert cli.main(typed) == 0
+    assert "keep emitted_tv <= 0.1" in capsys.readouterr().err
+    refuse([*typed, "--max-distance", "0.1"], 2, "one of them is a condition")
+
+
 def test_compare_needs_across_for_other_weights(results, capsys):
     manifest = json.loads((results / "second" / "manifest.json").read_text())
     for name, digest in (("first-1234", "aa"), ("second", "bb")):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+BUFFERED = os.environ | {"PYTHONUNBUFFERED": ""}  # the end of the process has something to write
 # Imports the package first, as every command does. `Kept` shows whether objects are destroyed.
 PROGRAM = """
 import lantern_bench
 import atexit, sys, threading, time
-from lantern_bench.utils.quick_exit import exit_quickly
 
 class Kept:
     def __del__(self):
@@ -27,6 +27,8 @@ def finish():
 atexit.register(lambda: sys.stderr.write("handler\\n"))
 threading.Thread(target=finish).start()
 print("x" * {size})
+from lantern_bench.utils.quick_exit import exit_quickly
+from lantern_bench.cli.main import run
 {last}
 """
 
@@ -37,6 +39,7 @@ def ended(last: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", PROGRAM.format(last=last, size=1_000_000)],
         capture_output=True,
         text=True,
+        env=BUFFERED,
         check=False,
     )
 
@@ -45,6 +48,12 @@ def test_output_threads_and_handlers_come_to_their_end_and_objects_do_not() -> N
     process = ended("exit_quickly(3)")
     assert process.returncode == 3
     assert len(process.stdout) == 1_000_001
+    assert process.stderr.split() == ["thread", "handler"]
+
+
+def test_the_console_script_ends_like_this() -> None:
+    process = ended("sys.argv = ['lantern-bench', '--version']; run()")
+    assert process.returncode == 0
     assert process.stderr.split() == ["thread", "handler"]
 
 
@@ -62,7 +71,7 @@ def test_output_that_cannot_be_written_changes_the_code() -> None:
             [sys.executable, "-c", program],
             stdout=full,
             stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONUNBUFFERED": ""},
+            env=BUFFERED,
             check=False,
         )
     assert process.returncode == 120
