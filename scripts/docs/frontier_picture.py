@@ -57,8 +57,8 @@ DRAFTS = {
 OMITTED = ("-row-maximal", "-row", " jacobi", " chain-7", " static", " k=100", " decay=0")
 NOTES = (
     "Labels leave out chain-7 (no other chain or tree was timed), jacobi, static, row, maximal,"
-    " k=100 and decay=0.\nw: window. block-scd is faster since engine version 11, which no GPU has"
-    " timed."
+    " k=100 and decay=0.\nw: window. block-scd lost a slow loop in engine version 11, which no GPU"
+    " has timed."
 )
 
 
@@ -264,7 +264,7 @@ def _legend() -> list[Line2D]:
     ]
     intervals = Line2D([], [], color=GRAY, label="lines: 95% intervals")
     dashed = Line2D([], [], **(DASHED | {"label": "dashed: the fastest lossless cell"}))
-    words = f"hollow: shift detected (p < {SIGNIFICANT:g}, corrected)"
+    words = f"hollow: detected (p < {SIGNIFICANT:g}; on chains also a bias to the drafter)"
     detected = Line2D([], [], marker="o", color=GRAY, mfc="white", lw=0, label=words)
     words = "half hollow: detected in the GPU run only (older distance)"
     half = Line2D([], [], marker="o", color=GRAY, lw=0, label=words)

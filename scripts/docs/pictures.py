@@ -100,7 +100,7 @@ def head_of(name: str, cell: Cell) -> str:
         return f"{words}\nFID not measured"
     scored = cells_of(_FID)[name]
     low, high = (scored[f"fid_ar_spread_{end}"].value for end in ("low", "high"))
-    beside = "above" if scored["fid"].value > high else "in range"
+    beside = "outside" if scored["fid_verdict"].value == "outside" else "in range"
     if name == "ar":
         beside = f"range\n{low:.1f} to {high:.1f}"
     return f"{words}\nFID {scored['fid'].value:.1f}, {beside}"
