@@ -73,12 +73,14 @@ def condition_of(
     Raises:
         UserError: `within` names no score of images, or several flags are given.
     """
-    if [max_distance, max_emitted_tv, within].count(None) < 2:
-        raise UserError(
-            "--max-distance, --max-emitted-tv and --within: one of them is a condition, several "
-            "are not",
-            "Type the command once for each.",
-        )
+    flags = {
+        "--max-distance": max_distance,
+        "--max-emitted-tv": max_emitted_tv,
+        "--within": within,
+    }
+    given = [flag for flag, value in flags.items() if value is not None]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)}: give one limit", "Type the command once for each.")
     if max_emitted_tv is not None:
         return Condition(quantity="emitted_tv", low=-math.inf, high=max_emitted_tv)
     if within is None:

@@ -171,13 +171,12 @@ def test_the_condition_may_be_the_emitted_tv() -> None:
 
 
 def test_one_condition_is_allowed() -> None:
-    for flags in (
-        {"max_distance": 0.01, "max_emitted_tv": 0.1},
-        {"max_distance": 0.0, "within": ("clip_score", 0.1)},
-        {"max_emitted_tv": 0.1, "within": ("clip_score", 0.1)},
-    ):
-        with pytest.raises(UserError, match="one of them is a condition"):
-            condition_of(**flags)
+    with pytest.raises(UserError, match="--max-distance and --max-emitted-tv: give one limit"):
+        condition_of(max_distance=0.0, max_emitted_tv=0.1)
+    with pytest.raises(UserError, match="--max-distance and --within: give one limit"):
+        condition_of(max_distance=0.01, within=("clip_score", 0.1))
+    with pytest.raises(UserError, match="--max-emitted-tv and --within: give one limit"):
+        condition_of(max_emitted_tv=0.1, within=("clip_score", 0.1))
 
 
 def test_speed_and_quality_of_two_runs_join_by_cell() -> None:

@@ -432,7 +432,7 @@ def test_recommend_takes_one_limit(results, capsys, refuse):
     typed = ["recommend", "first", "--max-emitted-tv", "0.1"]
     assert cli.main(typed) == 0
     assert "keep emitted_tv <= 0.1" in capsys.readouterr().err
-    refuse([*typed, "--max-distance", "0.1"], 2, "one of them is a condition")
+    refuse([*typed, "--max-distance", "0.1"], 2, "--max-distance and --max-emitted-tv: give one")
 
 
 def test_compare_needs_across_for_other_weights(results, capsys):
