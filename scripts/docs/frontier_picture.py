@@ -114,7 +114,7 @@ def draw_lossless(axes: Axes) -> None:
         _lead(words, name)
     axes.set_xlim(-1, 1)
     axes.set_xticks([0], ["0"])
-    axes.set_xlabel("change; spread\nto be seen")
+    axes.set_xlabel("points are\nmoved apart")
     axes.tick_params(axis="y", left=False, labelleft=False)
     axes.spines["left"].set_visible(False)
 
