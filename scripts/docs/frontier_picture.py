@@ -207,7 +207,7 @@ def _lead(words: Annotation, name: str) -> None:
 
 
 def _mark_speeds(axes: Axes) -> None:
-    """Draw lines at the speed of `ar` and at that of the fastest lossless cell."""
+    """Draw a line at the speed of `ar`, and one at the speed of the fastest lossless cell."""
     fastest = sampled_cells("lossless")[0]
     axes.axhline(cells_of(TIMED)[fastest]["speedup"].value, **DASHED)
     axes.axhline(1, color=GRAY, lw=0.8, zorder=0)

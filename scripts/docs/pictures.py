@@ -94,15 +94,16 @@ def distances(out: Path) -> list[Path]:
 
 
 def head_of(name: str, cell: Cell) -> str:
-    """The words above the pictures of a cell: its name, distance, and FID among those of `ar`."""
+    """The words above the pictures of a cell: name, output, distance, FID, the range for `ar`."""
     words = f"{name}\n{output(cell)}\ndistance {cell['distance'].value:.3f}"
     if name not in cells_of(_FID):
         return f"{words}\nFID not measured"
     scored = cells_of(_FID)[name]
-    low, high = (scored[f"fid_ar_spread_{end}"].value for end in ("low", "high"))
-    beside = "outside" if scored["fid_verdict"].value == "outside" else "in range"
     if name == "ar":
+        low, high = (scored[f"fid_ar_spread_{end}"].value for end in ("low", "high"))
         beside = f"range\n{low:.1f} to {high:.1f}"
+    else:
+        beside = {"within": "in range", "outside": "outside"}[scored["fid_verdict"].value]
     return f"{words}\nFID {scored['fid'].value:.1f}, {beside}"
 
 

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -195,6 +196,17 @@ def test_the_frontier_picture_leaves_out_only_greedy_cells() -> None:
         shown += frontier_picture.sampled_cells(kind)
     greedy = [name for name, cell in cells.items() if not cell["temperature"].value]
     assert sorted([*shown, *greedy]) == sorted(cells)
+
+
+def test_labels_of_the_frontier_picture_stay_apart_and_near_their_cells() -> None:
+    for kind in ("lossless", "relaxed"):
+        names = frontier_picture.sampled_cells(kind)
+        places = frontier_picture.label_places(names)
+        gaps = [above - below for above, below in pairwise(places)]
+        assert min(gaps) > frontier_picture.GAP - 1e-9
+        cells = make_figures.cells_of(frontier_picture.TIMED)
+        speedups = [cells[name]["speedup"].value for name in names]
+        assert sum(places) == pytest.approx(sum(speedups))
 
 
 def import_layers() -> list[str]:
