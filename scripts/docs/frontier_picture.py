@@ -1,16 +1,15 @@
 """Draw docs/pictures/frontier.png: the speed of cells on a GPU against what they change.
 
-Speed is up in all three panels. Lossless cells are in the first panel. Relaxed cells are in the
-second and the third, by their emitted TV and by their distance. Speeds are from one run, distances
-and emitted TV from another run of the same cells. The picture leaves out cells at temperature 0,
-which have no distance.
+Speed is up. Lossless cells are in the narrow panel, relaxed ones in the wide panel, by their
+distance. Everything is from one run. The picture leaves out cells at temperature 0, which have no
+distance.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from itertools import chain, cycle, product
+from collections.abc import Sequence
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,12 @@ from matplotlib.text import Annotation
 from safetensors.torch import load_file
 
 from lantern_bench.report.draw import save_figure
-from scripts.docs.figures import (
-    REFERENCE,
-    SCORED,
-    SIGNIFICANT,
-    WEIGHTS,
-    Figure,
-    cells_of,
-    output,
-)
+from scripts.docs.figures import REFERENCE, SIGNIFICANT, WEIGHTS, Figure, cells_of, output
 
-TIMED = "frontier-h200"  # the run with the speeds
+RUN = "frontier-h200"
 TARGET = WEIGHTS / "target.safetensors"
 THRESHOLD = 0.01  # distance; the axis is linear up to here and logarithmic beyond
-TICKS = (0, THRESHOLD, 0.1, 0.5)  # of the distance
+TICKS = (0, 0.005, THRESHOLD, 0.03, 0.1, 0.3)  # of the distance
 SPEEDS = (0.85, 3.95)  # the ends of the speedup's axis
 GRAY = "#555555"
 DASHED = {"color": GRAY, "lw": 0.8, "ls": (0, (5, 4)), "zorder": 0}
@@ -56,25 +47,19 @@ DRAFTS = {
 # Parts of names that the labels leave out and the notes give.
 OMITTED = ("-row-maximal", "-row", " jacobi", " chain-7", " static", " k=100", " decay=0")
 NOTES = (
-    "Labels leave out chain-7 (no other chain or tree was timed), jacobi, static, row, maximal,"
-    " k=100 and decay=0.\nw: window. block-scd lost a slow loop in engine version 11, which no GPU"
-    " has timed."
+    "w: window. Labels leave out chain-7 (no other chain or tree was timed), jacobi, static, row,"
+    " maximal,\nk=100 and decay=0."
 )
 
 
 def frontier(out: Path) -> list[Path]:
     """Draw the picture; return the files that it was made from."""
-    figure, panels = pyplot.subplots(
-        ncols=3, sharey=True, figsize=(8.6, 6.0), width_ratios=(0.7, 3, 3)
-    )
-    figure.subplots_adjust(left=0.215, right=0.715, bottom=0.29, top=0.83, wspace=0.2)
-    exact, moved, shifted = panels
-    titles = ("lossless", "relaxed: emitted TV", "relaxed: distance")
-    for axes, words in zip(panels, titles, strict=True):
+    figure, panels = pyplot.subplots(ncols=2, sharey=True, figsize=(8.6, 5.5), width_ratios=(1, 5))
+    figure.subplots_adjust(left=0.215, right=0.7, bottom=0.27, top=0.82, wspace=0.17)
+    for axes, words in zip(panels, ("lossless", "relaxed"), strict=True):
         axes.set_title(words, fontsize=9.5, weight="bold")
-    draw_lossless(exact)
-    draw_emitted_tv(moved)
-    draw_distance(shifted)
+    draw_lossless(panels[0])
+    draw_relaxed(panels[1])
     for axes in panels:
         _mark_speeds(axes)
     figure.text(0.012, 0.958, title(), weight="bold", fontsize=11)
@@ -90,12 +75,12 @@ def frontier(out: Path) -> list[Path]:
     figure.text(0.012, 0.012, NOTES, fontsize=8.5)
     save_figure(figure, out, dpi=200, metadata={"Software": None})
     files = ("manifest.json", "speed.csv", "summary.csv")
-    return [TARGET, *(REFERENCE / run / file for run, file in product((TIMED, SCORED), files))]
+    return [TARGET, *(REFERENCE / RUN / file for file in files)]
 
 
 def sampled_cells(kind: str) -> list[str]:
     """The names of the lossless or relaxed cells that sample, the fastest first."""
-    cells = cells_of(TIMED)
+    cells = cells_of(RUN)
     names = [name for name, cell in cells.items() if output(cell) == kind]
     sampled = [name for name in names if cells[name]["temperature"].value]
     return sorted(sampled, key=lambda name: -cells[name]["speedup"].value)
@@ -106,7 +91,7 @@ def draw_lossless(axes: Axes) -> None:
     names = sampled_cells("lossless")
     leader = LEADER | {"relpos": (1, 0.5)}
     for name, place, across in zip(names, label_places(names), cycle((0, 0.5, -0.5))):
-        speedup = cells_of(TIMED)[name]["speedup"]
+        speedup = cells_of(RUN)[name]["speedup"]
         axes.errorbar(across, speedup.value, yerr=_whiskers([speedup]), **_style(name))
         text = f"{label(name)}  {speedup.value:.2f}x"
         words = axes.annotate(text, (across, speedup.value), (-1.6, place), arrowprops=leader)
@@ -119,37 +104,33 @@ def draw_lossless(axes: Axes) -> None:
     axes.spines["left"].set_visible(False)
 
 
-def draw_emitted_tv(axes: Axes) -> None:
-    """Draw the relaxed cells by their emitted TV."""
-    _draw_relaxed(axes, lambda name: cells_of(SCORED)[name]["emitted_tv"])
-    axes.set_xlim(0, 0.25)
-    axes.set_xticks([0, 0.1, 0.2], ["0", "0.1", "0.2"])
-    axes.set_yticks([1, 2, 3], ["1x", "2x", "3x"])
-    axes.tick_params(axis="y", labelleft=True)
-    axes.set_xlabel("at most; share of the\nprobability per token")
-    ahead = {"arrowstyle": "->", "color": GRAY}
-    axes.annotate("", (0.006, 3.88), (0.034, 3.62), arrowprops=ahead)
-    axes.text(0.036, 3.56, "better", color=GRAY, va="center", fontsize=8.5)
-
-
-def draw_distance(axes: Axes) -> None:
+def draw_relaxed(axes: Axes) -> None:
     """Draw the relaxed cells by their distance, with their names on the right."""
-    _draw_relaxed(axes, lambda name: cells_of(SCORED)[name]["distance"])
     axes.axvline(THRESHOLD, color=GRAY, lw=0.8, ls=":", zorder=0)  # also the end of the linear part
-    axes.set_xscale("symlog", linthresh=THRESHOLD, linscale=1.1)
-    axes.set_xlim(-0.006, 0.6)
-    axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
-    axes.set_xticks([], minor=True)
-    shift = f"means\nmoved by {THRESHOLD**0.5:g} SD"
-    axes.set_xlabel(f"at least; linear to {THRESHOLD:g} ({shift}), then logarithmic")
     names = sampled_cells("relaxed")
     leader = LEADER | {"relpos": (0, 0.5)}
     for name, place in zip(names, label_places(names), strict=True):
-        speedup = cells_of(TIMED)[name]["speedup"].value
-        end = (cells_of(SCORED)[name]["distance"].value, speedup)
-        text = f"{speedup:.2f}x  {label(name)}"
-        words = axes.annotate(text, end, (0.8, place), arrowprops=leader)
+        speedup, distance = (cells_of(RUN)[name][column] for column in ("speedup", "distance"))
+        bars = {"xerr": _whiskers([distance]), "yerr": _whiskers([speedup])}
+        axes.errorbar(distance.value, speedup.value, **bars, **_style(name))
+        end = (distance.value, speedup.value)
+        text = f"{speedup.value:.2f}x  {label(name)}"
+        words = axes.annotate(text, end, (0.55, place), arrowprops=leader)
         _lead(words, name)
+    axes.set_xscale("symlog", linthresh=THRESHOLD, linscale=1.1)
+    axes.set_xlim(-0.0025, 0.4)
+    axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    axes.set_xticks([], minor=True)
+    axes.set_yticks([1, 2, 3], ["1x", "2x", "3x"])
+    axes.tick_params(axis="y", labelleft=True)
+    shift = f"means moved by {THRESHOLD**0.5:g} SD"
+    axes.set_xlabel(f"distance, at least; linear to {THRESHOLD:g}\n({shift}), then logarithmic")
+    words = {"color": GRAY, "fontsize": 8.5}
+    ahead = {"arrowstyle": "->", "color": GRAY}
+    axes.annotate("better", (-0.0021, 3.86), (0.0006, 3.62), arrowprops=ahead, **words)
+    axes.text(0.012, 3.64, "default limit\nof recommend", **words)
+    fastest = cells_of(RUN)[sampled_cells("lossless")[0]]["speedup"].value
+    axes.text(0.35, fastest - 0.13, "fastest lossless cell", ha="right", **words)
 
 
 def label(name: str) -> str:
@@ -166,7 +147,7 @@ def label_places(names: Sequence[str]) -> list[float]:
     """
     groups: list[list[float]] = []
     for name in names:
-        groups.append([cells_of(TIMED)[name]["speedup"].value])
+        groups.append([cells_of(RUN)[name]["speedup"].value])
         while len(groups) > 1 and _places(groups[-2])[-1] - _places(groups[-1])[0] < GAP:
             lower = groups.pop()
             groups[-1] += lower
@@ -178,27 +159,16 @@ def _places(speedups: Sequence[float]) -> list[float]:
     return [highest - GAP * number for number in range(len(speedups))]
 
 
-def _draw_relaxed(axes: Axes, change: Callable[[str], Figure]) -> None:
-    for name in sampled_cells("relaxed"):
-        across = change(name)
-        speedup = cells_of(TIMED)[name]["speedup"]
-        bars = {"xerr": _whiskers([across]), "yerr": _whiskers([speedup])}
-        axes.errorbar(across.value, speedup.value, **bars, **_style(name))
-
-
 def _style(name: str) -> dict[str, Any]:
-    """Draw a detected shift as a hollow point; half hollow if only the run with the speeds does."""
-    colour = _colour(name)
-    style = {"fmt": "o", "color": colour, "ms": 5, "lw": 1}
-    if cells_of(SCORED)[name]["distance_p"].value < SIGNIFICANT:
+    """Draw a detected shift as a hollow point."""
+    style = {"fmt": "o", "color": _colour(name), "ms": 5, "lw": 1}
+    if cells_of(RUN)[name]["distance_p"].value < SIGNIFICANT:
         return style | {"mfc": "white"}
-    if cells_of(TIMED)[name]["distance_p"].value < SIGNIFICANT:
-        return style | {"fillstyle": "left", "markerfacecoloralt": "white"}
     return style
 
 
 def _colour(name: str) -> str:
-    return COLOURS[cells_of(TIMED)[name]["drafting"].value]
+    return COLOURS[cells_of(RUN)[name]["drafting"].value]
 
 
 def _lead(words: Annotation, name: str) -> None:
@@ -209,7 +179,7 @@ def _lead(words: Annotation, name: str) -> None:
 def _mark_speeds(axes: Axes) -> None:
     """Draw a line at the speed of `ar`, and one at the speed of the fastest lossless cell."""
     fastest = sampled_cells("lossless")[0]
-    axes.axhline(cells_of(TIMED)[fastest]["speedup"].value, **DASHED)
+    axes.axhline(cells_of(RUN)[fastest]["speedup"].value, **DASHED)
     axes.axhline(1, color=GRAY, lw=0.8, zorder=0)
     axes.set_ylim(SPEEDS)
     axes.tick_params(labelsize=8.5)
@@ -219,29 +189,28 @@ def _mark_speeds(axes: Axes) -> None:
 
 def title() -> str:
     """What the picture shows."""
-    cells = [cells_of(TIMED)[name] for name in sampled_cells("lossless")]
+    cells = [cells_of(RUN)[name] for name in sampled_cells("lossless")]
     window, chain = (
         next(cell["speedup"].value for cell in cells if cell["drafting"].value == drafting)
         for drafting in ("jacobi", "static")
     )
-    gpu = manifest_of(TIMED)["device"].split()[-1]
-    speedups = f"{window:.2f}x against {chain:.2f}x, lossless"
-    return f"On one {gpu}, windows beat chains of seven: {speedups}"
+    gpu = manifest_of(RUN)["device"].split()[-1]
+    speedups = f"lossless windows reach {window:.2f}x, chains of seven {chain:.2f}x"
+    return f"A miniature model on one {gpu}: {speedups}"
 
 
 def sources() -> str:
     """What was measured, on which machines, with which engine versions."""
-    timed = manifest_of(TIMED)
-    scored = manifest_of(SCORED)
+    manifest = manifest_of(RUN)
     millions = parameters_of(TARGET) / 1e6
-    experiment = timed["experiment"]
-    latency = cells_of(TIMED)["ar"]["latency_s"]
+    experiment = manifest["experiment"]
+    latency = cells_of(RUN)["ar"]["latency_s"]
     return (
-        f"lanterns, a miniature model of {millions:.1f} million parameters; batch"
-        f" {experiment['batch']}, {experiment['images']} images per cell. Up: speedup over ar"
-        f" ({latency:.3f} s per image),\nengine version {timed['key']['engine_version']}. Right:"
-        " change of the output, of the same cells on a CPU, engine version"
-        f" {scored['key']['engine_version']}."
+        f"lanterns, {millions:.1f} million parameters; engine version"
+        f" {manifest['key']['engine_version']}, batch {experiment['batch']},"
+        f" {experiment['images']} images per cell.\n"
+        f"Up: speedup over ar ({latency:.3f} s per image)."
+        " Right: change of the output (0 for lossless cells)."
     )
 
 
@@ -263,13 +232,9 @@ def _legend() -> list[Line2D]:
         for name, words in DRAFTS.items()
     ]
     intervals = Line2D([], [], color=GRAY, label="lines: 95% intervals")
-    dashed = Line2D([], [], **(DASHED | {"label": "dashed: the fastest lossless cell"}))
-    words = f"hollow: detected (p < {SIGNIFICANT:g}; on chains also a bias to the drafter)"
+    words = f"hollow: a test detects a change (p < {SIGNIFICANT:g})"
     detected = Line2D([], [], marker="o", color=GRAY, mfc="white", lw=0, label=words)
-    words = "half hollow: detected in the GPU run only (older distance)"
-    half = Line2D([], [], marker="o", color=GRAY, lw=0, label=words)
-    half.set(fillstyle="left", markerfacecoloralt="white")
-    return [*entries, dashed, intervals, detected, half]
+    return [*entries, intervals, detected]
 
 
 def _whiskers(figures: Sequence[Figure]) -> list[list[float]]:
