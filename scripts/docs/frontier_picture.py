@@ -232,7 +232,7 @@ def _legend() -> list[Line2D]:
         for name, words in DRAFTS.items()
     ]
     intervals = Line2D([], [], color=GRAY, label="lines: 95% intervals")
-    words = f"hollow: a test detects a change (p < {SIGNIFICANT:g})"
+    words = f"hollow: a test detects a change (p < {SIGNIFICANT:g}); filled: it does not"
     detected = Line2D([], [], marker="o", color=GRAY, mfc="white", lw=0, label=words)
     return [*entries, intervals, detected]
 
