@@ -87,7 +87,7 @@ def distances(out: Path) -> list[Path]:
     columns = [ids.index(cell["cell_id"].value) for cell in cells.values()]
     rows = [[pictures[prompt, column] for column in columns] for prompt in range(_CAPTIONS)]
     heads = [head_of(name, cell) for name, cell in cells.items()]
-    title = "Two captions hide shifts that FID over 512 images shows"
+    title = "Single images look alike; FID over 512 images finds the last two"
     sheet(rows, heads, prompts, title=title).save(out)
     summaries = [folder / "summary.csv" for folder in (REFERENCE, REFERENCE / _FID)]
     return [PAGE, REFERENCE / "speed.csv", *summaries]

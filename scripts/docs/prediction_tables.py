@@ -121,7 +121,7 @@ def held_out() -> list[dict[str, Any]]:
             device=device, stack=KERNEL_COUNTS["compiled"], setting=at, draft=None, committed=1.0
         )["total"].sum()
         ours = parts.sum(axis=1)
-        # The step that the cells are compared to, without the prefill: it is not in the parts.
+        # The step that the cells are compared to. The parts share the prefill among the steps.
         before = float(ours[table["tree"].isna() & (table["temperature"] == 1)].iloc[0])
         for draft, cell, length, after in zip(
             drafts, table["cell_id"], table["mean_accepted_length"], ours, strict=True
