@@ -19,13 +19,13 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
 from safetensors.torch import load_file
 
+from lantern_bench.analysis.recommend import MAX_DISTANCE
 from lantern_bench.report.draw import save_figure
 from scripts.docs.figures import REFERENCE, SIGNIFICANT, WEIGHTS, Figure, cells_of, output
 
 RUN = "frontier-h200"
 TARGET = WEIGHTS / "target.safetensors"
-THRESHOLD = 0.01  # distance; the axis is linear up to here and logarithmic beyond
-TICKS = (0, 0.005, THRESHOLD, 0.03, 0.1, 0.3)  # of the distance
+TICKS = (0, 0.005, 0.01, 0.03, 0.1, 0.3)  # of the distance
 SPEEDS = (0.85, 3.95)  # the ends of the speedup's axis
 GRAY = "#555555"
 DASHED = {"color": GRAY, "lw": 0.8, "ls": (0, (5, 4)), "zorder": 0}
@@ -106,7 +106,7 @@ def draw_lossless(axes: Axes) -> None:
 
 def draw_relaxed(axes: Axes) -> None:
     """Draw the relaxed cells by their distance, with their names on the right."""
-    axes.axvline(THRESHOLD, color=GRAY, lw=0.8, ls=":", zorder=0)  # also the end of the linear part
+    axes.axvline(MAX_DISTANCE, color=GRAY, lw=0.8, ls=":", zorder=0)
     names = sampled_cells("relaxed")
     leader = LEADER | {"relpos": (0, 0.5)}
     for name, place in zip(names, label_places(names), strict=True):
@@ -117,14 +117,14 @@ def draw_relaxed(axes: Axes) -> None:
         text = f"{speedup.value:.2f}x  {label(name)}"
         words = axes.annotate(text, end, (0.55, place), arrowprops=leader)
         _lead(words, name)
-    axes.set_xscale("symlog", linthresh=THRESHOLD, linscale=1.1)
+    axes.set_xscale("symlog", linthresh=MAX_DISTANCE, linscale=1.1)
     axes.set_xlim(-0.0025, 0.4)
     axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
     axes.set_xticks([], minor=True)
     axes.set_yticks([1, 2, 3], ["1x", "2x", "3x"])
     axes.tick_params(axis="y", labelleft=True)
-    shift = f"means moved by {THRESHOLD**0.5:g} SD"
-    axes.set_xlabel(f"distance, at least; linear to {THRESHOLD:g}\n({shift}), then logarithmic")
+    shift = f"means moved by {MAX_DISTANCE**0.5:g} SD"
+    axes.set_xlabel(f"distance, at least; linear to {MAX_DISTANCE:g}\n({shift}), then logarithmic")
     words = {"color": GRAY, "fontsize": 8.5}
     ahead = {"arrowstyle": "->", "color": GRAY}
     axes.annotate("better", (-0.0021, 3.86), (0.0006, 3.62), arrowprops=ahead, **words)

@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from lantern_bench.cli.main import main
 from lantern_bench.sweeps.request import Request
@@ -206,6 +207,19 @@ def test_labels_of_the_frontier_picture_stay_apart_and_near_their_cells() -> Non
         cells = make_figures.cells_of(frontier_picture.RUN)
         speedups = [cells[name]["speedup"].value for name in names]
         assert sum(places) == pytest.approx(sum(speedups))
+
+
+def test_hollow_points_of_the_frontier_picture_are_the_marked_distances() -> None:
+    axes = Figure().subplots()
+    frontier_picture.draw_relaxed(axes)
+    names = frontier_picture.sampled_cells("relaxed")
+    for name, drawn in zip(names, axes.containers, strict=True):
+        points = drawn[0]
+        cell = make_figures.cells_of(frontier_picture.RUN)[name]
+        place = [cell["distance"].value, cell["speedup"].value]
+        assert [points.get_xdata()[0], points.get_ydata()[0]] == place
+        is_marked = make_figures.marked_distance(cell).endswith("†")
+        assert (points.get_markerfacecolor() == "white") == is_marked
 
 
 def import_layers() -> list[str]:
