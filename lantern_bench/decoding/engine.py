@@ -12,15 +12,15 @@ import io
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from lantern_bench.decoding.direct_program import call_and_shorten
@@ -111,6 +111,10 @@ def touch_while_tracing(tensors: Sequence[Tensor]) -> None:
             tensor.dim()
 
 
+class BeingCompiledError(Exception):
+    """Another process is compiling the program."""
+
+
 class SavedProgram:
     """A method compiled for a CPU and kept in a file, which later processes load.
 
@@ -118,13 +122,18 @@ class SavedProgram:
     program still runs, with a warning.
     """
 
-    def __init__(self, method: Any, path: Path) -> None:
+    def __init__(self, method: Any, path: Path, engine: Engine) -> None:
         self._method = method
         self._path = path
+        self._engine = engine
         self._run: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the program. The first call loads or compiles it."""
+        """Run the program. The first call loads or compiles it.
+
+        Raises:
+            BeingCompiledError: Another process is compiling it, and `engine` does not wait.
+        """
         if self._run is None:
             program = self._load() or self._compile_alone(arguments)
             result, self._run = call_and_shorten(program, arguments)
@@ -140,12 +149,17 @@ class SavedProgram:
 
     def _compile_alone(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         """Compile the program, or wait while another process compiles it, and load it."""
+        longest = _LONGEST_COMPILATION if self._engine.waits else 0.0
         with ExitStack() as locked:
             # Without a lock, both processes compile it.
             with suppress(OSError, NotImplementedError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                lock = FileLock(self._path.with_suffix(".lock"), timeout=_LONGEST_COMPILATION)
-                locked.enter_context(lock)
+                lock = FileLock(self._path.with_suffix(".lock"), timeout=longest)
+                try:
+                    locked.enter_context(lock)
+                except Timeout:
+                    if not self._engine.waits:
+                        raise BeingCompiledError from None
             return self._load() or self._compile(arguments)
 
     def _compile(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
@@ -281,6 +295,9 @@ class Engine:
 
     What a program reads besides its arguments must stay the same object at the same address for as
     long as the engine lives. Its arguments must have the shapes of the first call.
+
+    Attributes:
+        waits: Whether a program that another process is compiling is waited for.
     """
 
     def __init__(
@@ -301,9 +318,19 @@ class Engine:
         """
         self.compile = compile
         self.folder = folder
+        self.waits = True
         self._backend = backend
         self.fallbacks = Fallbacks(graphs=graphs)
         self._cache: dict[Hashable, Any] = {}
+
+    @contextmanager
+    def without_waiting(self) -> Iterator[None]:
+        """Raise `BeingCompiledError` during the block where a program would be waited for."""
+        self.waits = False
+        try:
+            yield
+        finally:
+            self.waits = True
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` returned at the first call with this key and this number of threads.
@@ -339,7 +366,7 @@ class Engine:
         if self.folder is not None and can_save and not is_cuda:
             text = repr((key, torch.get_num_threads()))
             name = hashlib.sha256(text.encode()).hexdigest()[:24]
-            return SavedProgram(method, self.folder / f"{name}.program")
+            return SavedProgram(method, self.folder / f"{name}.program", self)
 
         compiled = compile_function(method, device, self._backend)
         if not is_cuda:

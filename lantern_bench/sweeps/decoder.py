@@ -12,6 +12,7 @@ import torch
 
 from lantern_bench.config.experiment import Cell
 from lantern_bench.config.plan import ImageTask, record_seed
+from lantern_bench.decoding.engine import BeingCompiledError
 from lantern_bench.decoding.loop import Decoded, check_decodable, decode
 from lantern_bench.decoding.step import sampling_key
 from lantern_bench.devices.compute import Compute
@@ -94,31 +95,42 @@ class Decoder:
         for batch in batches:
             cell = batch[0].cell
             kinds.setdefault((cell.model, sampling_key(cell.decoding), len(batch)), batch)
+        later = []
         for batch in kinds.values():
-            signals.check()
-            # A quarter of an image compiles all steps; without compiling, a few steps load code.
-            cell = batch[0].cell
-            model = self.models[cell.model]
-            compiled = model.engine.compile
-            tokens = max(1, model.target.image_tokens // (4 if compiled else 16))
-            row: dict[str, Any] = {
-                "cell_id": cell.cell_id,
-                "batch": len(batch),
-                "tokens": tokens,
-                "seconds": None,
-            }
             try:
-                images = decode_batch(model, batch, self.compute, tokens=tokens)
-                row["seconds"] = sum(image.seconds for image in images)
-            except (RuntimeError, MemoryError) as error:
-                # The images of the cell fail the same way and record it.
-                row["error"] = one_line(error, most=_ERROR_LENGTH)
-            self.session["warm_up"].append(row)
-            took = f"{cell.cell_id}: {row['seconds'] or 0.0:.1f} s"
-            if compiled:
-                yield Note(f"compiled {took}")
+                with self.models[batch[0].cell.model].engine.without_waiting():
+                    note = self._warm_up(batch)
+            except BeingCompiledError:
+                later.append(batch)
             else:
-                yield Note(f"warm-up of {took}", level="detail")
+                yield note
+        for batch in later:
+            yield self._warm_up(batch)
+
+    def _warm_up(self, batch: Batch) -> Note:
+        signals.check()
+        # A quarter of an image compiles all steps; without compiling, a few steps load code.
+        cell = batch[0].cell
+        model = self.models[cell.model]
+        compiled = model.engine.compile
+        tokens = max(1, model.target.image_tokens // (4 if compiled else 16))
+        row: dict[str, Any] = {
+            "cell_id": cell.cell_id,
+            "batch": len(batch),
+            "tokens": tokens,
+            "seconds": None,
+        }
+        try:
+            images = decode_batch(model, batch, self.compute, tokens=tokens)
+            row["seconds"] = sum(image.seconds for image in images)
+        except (RuntimeError, MemoryError) as error:
+            # The images of the cell fail the same way and record it.
+            row["error"] = one_line(error, most=_ERROR_LENGTH)
+        self.session["warm_up"].append(row)
+        took = f"{cell.cell_id}: {row['seconds'] or 0.0:.1f} s"
+        if compiled:
+            return Note(f"compiled {took}")
+        return Note(f"warm-up of {took}", level="detail")
 
     def decode(self, batch: Batch, missing: Sequence[ImageTask]) -> Iterator[Result]:
         """Decode a batch and yield the results of its `missing` images.

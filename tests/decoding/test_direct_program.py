@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lantern_bench.decoding.direct_program import DirectProgram, _Call, call_and_shorten
-from lantern_bench.decoding.engine import SavedProgram, _cpu_options, compile_function
+from lantern_bench.decoding.engine import Engine, SavedProgram, _cpu_options, compile_function
 from tests.decoding.test_saved_programs import Doubling, run
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def test_later_calls_are_direct_and_change_the_state(tmp_path: Path) -> None:
     owner = Doubling()
-    program = SavedProgram(owner.step, tmp_path / "doubling.program")
+    program = SavedProgram(owner.step, tmp_path / "doubling.program", Engine())
     run(program)
     assert isinstance(program._run, DirectProgram)
     run(program)
@@ -30,9 +30,9 @@ def test_without_torchs_class_a_program_runs_as_torch_calls_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = Doubling()
-    run(SavedProgram(owner.step, tmp_path / "doubling.program"))
+    run(SavedProgram(owner.step, tmp_path / "doubling.program", Engine()))
     monkeypatch.delattr("torch._inductor.output_code.CompiledFxGraph")
-    program = SavedProgram(owner.step, tmp_path / "doubling.program")
+    program = SavedProgram(owner.step, tmp_path / "doubling.program", Engine())
     run(program)
     assert program._run is not None
     assert not isinstance(program._run, DirectProgram)

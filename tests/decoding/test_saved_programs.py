@@ -13,7 +13,7 @@ import torch
 from filelock import FileLock
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.engine import Engine, SavedProgram
+from lantern_bench.decoding.engine import BeingCompiledError, Engine, SavedProgram
 from tests.decoding.test_engine import CELLS, Small, decoded, same
 
 
@@ -80,12 +80,12 @@ def test_a_damaged_file_is_compiled_again(
     spoil: Callable[[bytes], bytes], tmp_path: Path, no_compiler: Callable[[], None]
 ) -> None:
     file = tmp_path / "new folder" / "doubling.program"
-    run(SavedProgram(Doubling().step, file))
+    run(SavedProgram(Doubling().step, file, Engine()))
     file.write_bytes(spoil(file.read_bytes()))
-    run(SavedProgram(Doubling().step, file))
+    run(SavedProgram(Doubling().step, file, Engine()))
     no_compiler()
     later = Doubling()
-    run(SavedProgram(later.step, file))
+    run(SavedProgram(later.step, file, Engine()))
     assert later.calls.item() == 2
 
 
@@ -93,18 +93,32 @@ def test_a_program_that_another_process_compiles_is_loaded(
     tmp_path: Path, no_compiler: Callable[[], None]
 ) -> None:
     file = tmp_path / "doubling.program"
-    run(SavedProgram(Doubling().step, file))
+    run(SavedProgram(Doubling().step, file, Engine()))
     content = file.read_bytes()
     file.unlink()
     no_compiler()
     lock = FileLock(file.with_suffix(".lock"))
     with ThreadPoolExecutor(1) as pool, lock:
-        waiting = pool.submit(run, SavedProgram(Doubling().step, file))
+        waiting = pool.submit(run, SavedProgram(Doubling().step, file, Engine()))
         with pytest.raises(TimeoutError):
             waiting.result(timeout=1)
         file.write_bytes(content)
         lock.release()
         waiting.result()
+
+
+def test_a_program_that_another_process_compiles_can_be_left_for_later(tmp_path: Path) -> None:
+    file = tmp_path / "doubling.program"
+    engine = Engine()
+    program = SavedProgram(Doubling().step, file, engine)
+    lock = FileLock(file.with_suffix(".lock"))
+    with lock, engine.without_waiting(), pytest.raises(BeingCompiledError):
+        run(program)
+    assert engine.waits
+    assert not file.exists()
+    with engine.without_waiting():  # the other process has failed
+        run(program)
+    assert file.exists()
 
 
 def test_a_file_system_without_locks_compiles_without_one(
@@ -114,7 +128,7 @@ def test_a_file_system_without_locks_compiles_without_one(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(FileLock, "acquire", no_locks)
-    run(SavedProgram(Doubling().step, tmp_path / "doubling.program"))
+    run(SavedProgram(Doubling().step, tmp_path / "doubling.program", Engine()))
     assert [file.suffix for file in tmp_path.iterdir()] == [".program"]
 
 
@@ -122,7 +136,7 @@ def test_what_cannot_be_saved_still_runs(tmp_path: Path, monkeypatch: pytest.Mon
     occupied = tmp_path / "file"
     occupied.write_text("")
     with pytest.warns(UserWarning, match="cannot be kept"):
-        run(SavedProgram(Doubling().step, occupied / "doubling.program"))
+        run(SavedProgram(Doubling().step, occupied / "doubling.program", Engine()))
     monkeypatch.delattr(torch.compiler, "load_compiled_function", raising=False)
     owner = Doubling()
     run(Engine(compile=True, folder=tmp_path).program("key", owner.step, torch.device("cpu")))

@@ -19,6 +19,7 @@ import torch
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
 from lantern_bench.config.plan import Plan, make_plan
 from lantern_bench.config.settings import Overrides
+from lantern_bench.decoding.engine import BeingCompiledError
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.devices.compute import Compute, choose_compute
 from lantern_bench.methods.catalog import PARAMETERS
@@ -133,6 +134,33 @@ def test_warm_up_is_recorded_only_in_the_manifest(tiny_run: Path) -> None:
     assert manifest["dtype"] == manifest["key"]["dtype"]
     assert manifest["threads"] == 1
     assert manifest["machine"]["versions"]["torch"]
+
+
+def test_what_another_process_compiles_is_warmed_up_last(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, plan = tiny()
+    batches = list(plan.batches())
+    tried = list[tuple[str, bool]]()
+
+    def decode(model: Any, batch: Any, *_: Any, **__: Any) -> list[DecodedImage]:
+        cell = batch[0].cell.cell_id
+        tried.append((cell, model.engine.waits))
+        if cell == batches[0][0].cell.cell_id and not model.engine.waits:
+            raise BeingCompiledError
+        return []
+
+    monkeypatch.setattr(decoder, "decode_batch", decode)
+    session: dict[str, Any] = {"warm_up": []}
+    notes = list(
+        decoder.Decoder({"tiny": MODEL}, CPU, session, repeat_disturbed=False).warm_up(batches)
+    )
+    (first, waits), *others, last = tried
+    assert not waits
+    assert last == (first, True)
+    assert not any(waits for _, waits in others)
+    assert [row["cell_id"] for row in session["warm_up"]] == [cell for cell, _ in tried[1:]]
+    assert len(notes) == len(tried) - 1 == 5
 
 
 def test_tokens_hash_covers_little_endian_int32(tmp_path: Path, tiny: Any) -> None:
