@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
@@ -103,22 +102,59 @@ def decode(
     if not decoding.drafts:
         return _without_drafts(batch, condition)
     drafter, own_rule = drafter_and_rule(model, decoding)
-    make_step = partial(
-        SpeculativeStep,
-        target=batch.target,
-        drafter=drafter,
-        decoding=decoding,
-        rule=rule or own_rule,
-        batch=batch.size,
-        engine=batch.engine,
-        keep_logits=keep_logits,
-    )
-    if rule is not None or drafting is not None:
-        step = make_step(drafting=drafting, compiled=False)
+    if rule is None and drafting is None:
+        step = cached_step(
+            model, decoding, batch=batch.size, engine=batch.engine, keep_logits=keep_logits
+        )
     else:
-        key = ("speculative step", batch.size, sampling_key(decoding), keep_logits)
-        step = batch.engine.cached(key, make_step)
+        step = SpeculativeStep(
+            target=batch.target,
+            drafter=drafter,
+            decoding=decoding,
+            rule=rule or own_rule,
+            batch=batch.size,
+            engine=batch.engine,
+            keep_logits=keep_logits,
+            drafting=drafting,
+            compiled=False,
+        )
     return _speculative(batch, condition, step=step, rule=rule or own_rule, observe=observe)
+
+
+def cached_step(
+    model: DecodableModel,
+    decoding: Decoding,
+    *,
+    batch: int,
+    engine: Engine,
+    keep_logits: bool = False,
+) -> SpeculativeStep:
+    """Return the programs of a speculative configuration, which the engine keeps.
+
+    Args:
+        model: The model to decode with.
+        decoding: The mode and its parameters.
+        batch: How many images are decoded together.
+        engine: Compiles the programs.
+        keep_logits: Whether `verify_and_commit` returns the logits along the accepted path.
+
+    Raises:
+        RefusedError: The model lacks what the configuration needs, as `check_decodable`.
+        UserError: As `check_decodable`.
+    """
+    drafter, rule = drafter_and_rule(model, decoding)
+    return engine.cached(
+        ("speculative step", batch, sampling_key(decoding), keep_logits),
+        lambda: SpeculativeStep(
+            target=model.target,
+            drafter=drafter,
+            decoding=decoding,
+            rule=rule,
+            batch=batch,
+            engine=engine,
+            keep_logits=keep_logits,
+        ),
+    )
 
 
 def check_decodable(model: DecodableModel, decoding: Decoding) -> None:

@@ -118,6 +118,21 @@ def load_to_decode(
 ) -> tuple[Compute, dict[str, LoadedModel]]:
     """Load the models of an experiment by name, compiled if it asks for that.
 
+    Raises as `load_uncompiled`.
+    """
+    compute, models = load_uncompiled(experiment, emit)
+    if experiment.settings.compile:
+        warning = compile_models(models.values(), compute)
+        if warning is not None:
+            emit(warning)
+    return compute, models
+
+
+def load_uncompiled(
+    experiment: ResolvedExperiment, emit: Emit
+) -> tuple[Compute, dict[str, LoadedModel]]:
+    """Load the models of an experiment by name.
+
     Raises `RefusedError` for missing weights or tokenizers, and where memory does not suffice.
     """
     settings = experiment.settings
@@ -125,10 +140,6 @@ def load_to_decode(
     models = load_models(experiment, compute, emit)
     for model in models.values():
         model.pixel_decoder()
-    if settings.compile:
-        warning = compile_models(models.values(), compute)
-        if warning is not None:
-            emit(warning)
     emit(Note(f"device {compute.device}, {compute.dtype_name}", level="detail"))
     return compute, models
 
@@ -203,28 +214,44 @@ def set_space(model: LoadedModel, space: Space | None) -> None:
     model.neighbour_space = space
 
 
-def compile_models(models: Iterable[LoadedModel], compute: Compute) -> Note | None:
+def compile_models(
+    models: Iterable[LoadedModel], compute: Compute, *, try_compiler: bool = True
+) -> Note | None:
     """Pack the weights of models, and have their steps compiled at the first use.
+
+    Args:
+        models: The models.
+        compute: Device and type.
+        try_compiler: Whether the compiler is tried where no programs are saved.
 
     Returns:
         None, or why the models are not compiled.
     """
     compiled = [model for model in models if model.compiles]
-    is_cpu = compute.device.type == "cpu"
-    folders = [program_folder(model, compute) if is_cpu else None for model in compiled]
+    problem = None
     # If programs were saved, the compiler worked.
-    are_saved = all(folder and any(folder.glob("*.program")) for folder in folders)
-    problem = None if are_saved else compiler_problem(compute.device)
+    if try_compiler and not are_saved(compiled, compute):
+        problem = compiler_problem(compute.device)
     if problem is not None:
         return Note(
             f"decoding is not compiled: {problem}",
             "Decoding is slower without. Install a C++ compiler, or pass --no-compile.",
             "warning",
         )
-    for model, folder in zip(compiled, folders, strict=True):
+    for model in compiled:
+        # Packing changes what names the folder.
+        folder = program_folder(model, compute) if compute.device.type == "cpu" else None
         pack_for_decoding(model.target, model.drafter)
         model.engine = Engine(compile=True, folder=folder)
     return None
+
+
+def are_saved(models: Iterable[LoadedModel], compute: Compute) -> bool:
+    """Return whether programs of each model are saved, of those that compile and are not packed."""
+    compiled = [model for model in models if model.compiles]
+    if compute.device.type != "cpu":
+        return not compiled
+    return all(any(program_folder(model, compute).glob("*.program")) for model in compiled)
 
 
 def program_folder(model: LoadedModel, compute: Compute) -> Path:

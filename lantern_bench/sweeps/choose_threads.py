@@ -16,14 +16,16 @@ import torch
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import ImageTask
-from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.loop import cached_step, decode
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.sweeps.decoded_image import DISTURBED, quiet_advice
+from lantern_bench.utils import signals
 from lantern_bench.utils.clock import now, usage
 from lantern_bench.utils.files import write_atomically
 from lantern_bench.utils.progress import Emit, Note
 
-_TOKENS = 12  # tokens of an image that are decoded at a time
+_TOKENS = 12  # tokens that are decoded at a time without drafts
+_FORWARDS = 4  # forwards over a draft at a time
 _ROUNDS = 15  # blocks timed per number of threads
 _ROUNDS_OF_ONE = 3  # blocks for a single number, which measure only the load of the machine
 _BLOCK = 0.02  # seconds of a block
@@ -100,26 +102,65 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
     return Calibrated(chosen, milliseconds, lost / sum(map(sum, blocks.values())))
 
 
+def timed_work(
+    model: LoadedModel, prompt: str, decodings: Iterable[Decoding]
+) -> Callable[[], None]:
+    """Return the work whose time decides: whole forwards of the target.
+
+    Between single products the threads would sleep. Drafts gain more from threads than
+    autoregressive steps, so a forward over a draft is timed too. The rest of a speculative step is
+    not: it would have to be compiled for every number of threads.
+
+    Args:
+        model: The model that decodes.
+        prompt: The prompt of the timed image.
+        decodings: Of these, the first one without drafts and the first one with drafts are timed.
+    """
+    kinds = _kinds(decodings)
+    plain = kinds.get(False)
+    with torch.inference_mode():
+        condition = model.condition([prompt])
+
+    @torch.inference_mode()
+    def work() -> None:
+        signals.check()
+        if plain is not None:
+            generator = torch.Generator(model.target.device).manual_seed(0)
+            decode(
+                model=model,
+                condition=condition,
+                decoding=plain,
+                generators=[generator],
+                tokens=_TOKENS,
+                engine=model.engine,
+            )
+        if True in kinds:
+            step = cached_step(model, kinds[True], batch=1, engine=model.engine)
+            step.session.prefill(condition)
+            for _ in range(_FORWARDS):
+                step.score()
+
+    return work
+
+
 def choose_threads(
     model: LoadedModel, prompt: str, decodings: Iterable[Decoding], emit: Emit
 ) -> None:
-    """Time steps on several numbers of threads and set the fastest. On a GPU, do nothing.
+    """Time forwards on several numbers of threads and set the fastest. On a GPU, do nothing.
 
     The choice is stored with the compiled programs of the model. Later runs read it.
 
     Args:
         model: The model that decodes.
         prompt: The prompt of the timed image.
-        decodings: The first one that is autoregressive and the first other one are timed.
+        decodings: As of `timed_work`.
         emit: Receives a note with the times, and a warning on a busy machine.
     """
     if model.target.device.type != "cpu":
         return
-    # Drafts gain more from threads than autoregressive steps.
-    kinds: dict[bool, Decoding] = {}
-    for decoding in decodings:
-        kinds.setdefault(decoding.mode != "ar", decoding)
-    timed = " and ".join("drafting" if drafts else "autoregressive" for drafts in sorted(kinds))
+    decodings = list(decodings)
+    names = {False: "autoregressive", True: "drafting"}
+    timed = " and ".join(names[drafts] for drafts in sorted(_kinds(decodings)))
     name = f"{timed}, at most {torch.get_num_threads()}"
     file = model.engine.folder and model.engine.folder / "threads.json"
     choices: dict[str, Any] = {}
@@ -129,22 +170,8 @@ def choose_threads(
     recorded = choices.get(name)
     if type(recorded) is not int or not 1 <= recorded <= torch.get_num_threads():
         recorded = None  # missing or damaged
-
-    def steps() -> None:  # whole steps: between single products the threads would sleep
-        for decoding in kinds.values():
-            decode(
-                model=model,
-                condition=condition,
-                decoding=decoding,
-                generators=[torch.Generator(model.target.device).manual_seed(0)],
-                tokens=_TOKENS,
-                engine=model.engine,
-            )
-
     try:
-        with torch.inference_mode():
-            condition = model.condition([prompt])
-        calibrated = calibrate(steps, recorded)
+        calibrated = calibrate(timed_work(model, prompt, decodings), recorded)
     except (RuntimeError, MemoryError):
         return  # an image that fails to decode fails again in the run, which records the error
     torch.set_num_threads(calibrated.threads)
@@ -155,6 +182,14 @@ def choose_threads(
         content = json.dumps(choices | {name: calibrated.threads}, indent=1)
         with contextlib.suppress(OSError):  # the next run times threads again
             write_atomically(file, content.encode() + b"\n")
+
+
+def _kinds(decodings: Iterable[Decoding]) -> dict[bool, Decoding]:
+    """Return the first decoding of each kind, by whether it drafts."""
+    kinds: dict[bool, Decoding] = {}
+    for decoding in decodings:
+        kinds.setdefault(decoding.drafts, decoding)
+    return kinds
 
 
 def timed_tasks(tasks: Sequence[ImageTask]) -> list[ImageTask]:
@@ -181,3 +216,16 @@ def choose_threads_for(
     decodings = [task.cell.decoding for task in timed_tasks(tasks)]
     model = models[tasks[0].cell.model]
     choose_threads(model, tasks[0].prompt.text, decodings, emit=emit)
+
+
+def timed_work_of(
+    tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel]
+) -> Callable[[], None]:
+    """Return the work by whose time `choose_threads_for` chooses.
+
+    Args:
+        tasks: The result of `timed_tasks`.
+        models: The loaded models by name.
+    """
+    decodings = [task.cell.decoding for task in tasks]
+    return timed_work(models[tasks[0].cell.model], tasks[0].prompt.text, decodings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import psutil
@@ -15,13 +16,13 @@ from lantern_bench.devices import machine
 from lantern_bench.devices.compute import Compute
 from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.models.checkpoints.hub import published_files
-from lantern_bench.models.load import load_to_decode
+from lantern_bench.models.load import compile_models, load_uncompiled
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import model_of
 from lantern_bench.storage.run_directory import MAPS_OF_CODES, done_images
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import SCHEMA_VERSION
-from lantern_bench.sweeps.choose_threads import choose_threads_for, thread_counts, timed_tasks
+from lantern_bench.sweeps.choose_threads import choose_threads_for, timed_tasks
 from lantern_bench.sweeps.decoder import Batch, Decoder, prepare_models
 from lantern_bench.sweeps.events import ImageDone, Started
 from lantern_bench.sweeps.request import Request
@@ -45,40 +46,43 @@ def decode_missing(request: Request, emit: Emit) -> None:
     load_before = round(psutil.getloadavg()[0], 2)
     settings = request.experiment.settings
     plan = request.plan
-    compute, models = load_to_decode(request.experiment, emit)
-    key = key_fields(models, settings, compute, cells=plan.cells)
-    threads_before = torch.get_num_threads()
-    second = SecondCompiler(request, models.values())
-
-    # Captions that cannot be encoded are refused before the run directory is made.
+    compute, models = load_uncompiled(request.experiment, emit)
     done = done_images(request.folder)
     batches = [batch for batch in plan.batches() if not all(task.key in done for task in batch)]
-    prepare_seconds = prepare_models(batches, models, emit)
+    threads_before = torch.get_num_threads()
+    with SecondCompiler(request, models, compute) as second:
+        if settings.threads is None:
+            second.compile_timed(timed_tasks(list(chain.from_iterable(batches))))
+        if settings.compile:
+            warning = compile_models(models.values(), compute)
+            if warning is not None:
+                emit(warning)
+        key = key_fields(models, settings, compute, cells=plan.cells)
+        # Captions that cannot be encoded are refused before the run directory is made.
+        prepare_seconds = prepare_models(batches, models, emit)
 
-    with RunStore.open(request.folder, request.experiment, key) as store:
-        missing = store.missing(plan.tasks)
-        try:
-            threads = store.threads or settings.threads
-            if threads is not None:
-                torch.set_num_threads(threads)
-            else:
-                timed = [(task,) for task in timed_tasks(missing)]
-                with second.compiling(timed, thread_counts()[:-1]):
+        with RunStore.open(request.folder, request.experiment, key) as store:
+            missing = store.missing(plan.tasks)
+            try:
+                threads = store.threads or settings.threads
+                if threads is not None:
+                    torch.set_num_threads(threads)
+                else:
                     choose_threads_for(missing, models, emit)
-            begin_run(
-                store,
-                request,
-                machine=machine.machine_block(),
-                load_before=load_before,
-                published_files=_published(key["weights"]),
-                **machine.compute_block(compute, compiled=key["compile"]),
-            )
-            emit(Started.of(plan, missing))
-            session = store.begin_session(prepare_seconds=prepare_seconds)
-            decoder = Decoder(models, compute, session, settings.redecodes)
-            _decode_batches(store, batches, decoder=decoder, second=second, emit=emit)
-        finally:
-            torch.set_num_threads(threads_before)
+                begin_run(
+                    store,
+                    request,
+                    machine=machine.machine_block(),
+                    load_before=load_before,
+                    published_files=_published(key["weights"]),
+                    **machine.compute_block(compute, compiled=key["compile"]),
+                )
+                emit(Started.of(plan, missing))
+                session = store.begin_session(prepare_seconds=prepare_seconds)
+                decoder = Decoder(models, compute, session, settings.redecodes)
+                _decode_batches(store, batches, decoder=decoder, second=second, emit=emit)
+            finally:
+                torch.set_num_threads(threads_before)
 
 
 def maps_entry(models: Sequence[str]) -> dict[str, list[str]]:
@@ -113,10 +117,11 @@ def _decode_batches(
     """Warm up, then decode the missing images. The session in the manifest records the end."""
     session = decoder.session
     try:
-        with second.compiling(batches, [torch.get_num_threads()]):
-            for note in decoder.warm_up(batches):
-                store.update_manifest()
-                emit(note)
+        second.compile_steps(batches, torch.get_num_threads())
+        for note in decoder.warm_up(batches):
+            store.update_manifest()
+            emit(note)
+        second.end()
         collect_garbage()
         for batch in batches:
             signals.check()

@@ -7,14 +7,18 @@ compiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
+from typing import Self
 
 import torch
 
-from lantern_bench.models.load import load_to_decode
+from lantern_bench.config.plan import ImageTask
+from lantern_bench.devices.compute import Compute
+from lantern_bench.models.load import are_saved, compile_models, load_uncompiled
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.sweeps.choose_threads import thread_counts, timed_work_of
 from lantern_bench.sweeps.decoder import Batch, Decoder, prepare_models
 from lantern_bench.sweeps.request import Request
 from lantern_bench.sweeps.worker_process import has_room_for_second, unheard_process
@@ -22,47 +26,91 @@ from lantern_bench.utils.progress import Emit, ignore_events
 
 
 class SecondCompiler:
-    """A second process that compiles, where nothing is compiled yet and this machine has room."""
+    """A second process that compiles, where nothing is compiled yet and this machine has room.
 
-    def __init__(self, request: Request, models: Iterable[LoadedModel]) -> None:
+    It ends with the block of a `with` statement.
+    """
+
+    def __init__(
+        self, request: Request, models: Mapping[str, LoadedModel], compute: Compute
+    ) -> None:
         """Find out whether a second process would help.
 
         Args:
             request: The sweep.
-            models: The loaded models of this process.
+            models: The loaded models of this process, not compiled yet.
+            compute: Their device and type.
         """
         self._request = request
-        folders = [model.engine.folder for model in models if model.engine.compile]
-        is_first_start = any(
-            folder is not None and not any(folder.glob("*.program")) for folder in folders
+        self._process = ExitStack()
+        is_first_start = (
+            request.experiment.settings.compile
+            and compute.device.type == "cpu"
+            and not are_saved(models.values(), compute)
         )
         self.helps = is_first_start and has_room_for_second()
 
-    @contextmanager
-    def compiling(self, batches: Sequence[Batch], threads: Sequence[int]) -> Iterator[None]:
-        """Let the second process compile during the block, and end it with the block.
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def compile_timed(self, tasks: Sequence[ImageTask]) -> None:
+        """Let the second process compile what is timed to choose the number of threads.
 
         Args:
-            batches: The batches whose steps are compiled, the last one first.
-            threads: The numbers of threads for which they are compiled.
+            tasks: The result of `timed_tasks`.
         """
-        if not (self.helps and batches and threads):
-            yield
-            return
-        work = partial(_compile_steps, batches=batches[::-1], threads=threads)
-        # What it says, this process says too.
-        with unheard_process(work, self._request):
-            yield
+        # This process begins with the largest number.
+        threads = thread_counts()[:-1]
+        self._start(partial(_compile_timed, tasks=tasks, threads=threads))
+
+    def compile_steps(self, batches: Sequence[Batch], threads: int) -> None:
+        """Let the second process compile the steps of batches instead, the last one first.
+
+        Args:
+            batches: The batches.
+            threads: The number of threads for which they are compiled.
+        """
+        self._start(partial(_compile_steps, batches=batches[::-1], threads=threads))
+
+    def end(self) -> None:
+        """End the second process."""
+        self._process.close()
+
+    def _start(self, work: partial[None]) -> None:
+        self.end()
+        if self.helps and all(work.keywords.values()):
+            # What it says, this process says too.
+            self._process.enter_context(unheard_process(work, self._request))
 
 
 def _compile_steps(
-    request: Request, _emit: Emit, *, batches: Sequence[Batch], threads: Sequence[int]
+    request: Request, _emit: Emit, *, batches: Sequence[Batch], threads: int
 ) -> None:
     """Compile the steps of batches, in the second process."""
-    compute, models = load_to_decode(request.experiment, ignore_events)
-    prepare_models(batches, models, ignore_events)
+    compute, models = _load(request, batches)
     decoder = Decoder(models, compute, session={"warm_up": []}, repeat_disturbed=False)
+    torch.set_num_threads(threads)
+    for _ in decoder.warm_up(batches):
+        pass
+
+
+def _compile_timed(
+    request: Request, _emit: Emit, *, tasks: Sequence[ImageTask], threads: Sequence[int]
+) -> None:
+    """Compile what is timed for each number of threads, in the second process."""
+    _, models = _load(request, [(task,) for task in tasks])
+    work = timed_work_of(tasks, models)
     for count in threads:
         torch.set_num_threads(count)
-        for _ in decoder.warm_up(batches):
-            pass
+        work()
+
+
+def _load(request: Request, batches: Sequence[Batch]) -> tuple[Compute, Mapping[str, LoadedModel]]:
+    """Load what batches need. The first process tries the compiler."""
+    compute, models = load_uncompiled(request.experiment, ignore_events)
+    compile_models(models.values(), compute, try_compiler=False)
+    prepare_models(batches, models, ignore_events)
+    return compute, models

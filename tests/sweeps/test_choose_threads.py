@@ -140,8 +140,8 @@ def test_compiled_steps_are_compiled_for_every_number_of_threads(
 
     monkeypatch.setattr(choose_threads_module, "calibrate", time)
     choose_threads(model=model, prompt="a", decodings=cells, emit=lambda _note: None)
-    # An autoregressive step; draft, score and settle.
-    assert compiled_with == [1] * 4 + [2] * 4
+    # An autoregressive step, and the forward over a draft.
+    assert compiled_with == [1] * 2 + [2] * 2
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from lantern_bench.config.settings import Overrides
-from lantern_bench.models.load import load_to_decode
+from lantern_bench.models.load import compile_models, load_uncompiled
 from lantern_bench.sweeps import second_compiler, worker_process
+from lantern_bench.sweeps.choose_threads import timed_tasks, timed_work_of
 from lantern_bench.sweeps.decoder import decode_batch
 from lantern_bench.sweeps.request import Request, prepare
 from lantern_bench.sweeps.second_compiler import SecondCompiler
@@ -44,23 +45,48 @@ def request_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reque
 def test_this_process_loads_what_the_second_one_has_compiled(
     request_to_compile: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute, models = load_to_decode(request_to_compile.experiment, ignore_events)
+    compute, models = load_uncompiled(request_to_compile.experiment, ignore_events)
     batches = list(request_to_compile.plan.batches())
-    second = SecondCompiler(request_to_compile, models.values())
-    model = models["lanterns"]
-    assert second.helps
     before = children()
-    with second.compiling(batches, [torch.get_num_threads()]):
+    with SecondCompiler(request_to_compile, models, compute) as second:
+        assert second.helps
+        second.compile_steps(batches, torch.get_num_threads())
         (process,) = children() - before
         assert process.wait(LONGEST) == 0
+    assert not SecondCompiler(request_to_compile, models, compute).helps
+    assert compile_models(models.values(), compute) is None
 
     def fail(*_: Any, **__: Any) -> Any:
         raise AssertionError("a program was compiled")
 
     monkeypatch.setattr(torch, "compile", fail)
-    (image,) = decode_batch(model, batches[0], compute, tokens=16)
+    (image,) = decode_batch(models["lanterns"], batches[0], compute, tokens=16)
     assert len(image.tokens) == 16
-    assert not SecondCompiler(request_to_compile, models.values()).helps
+
+
+def test_what_is_timed_is_compiled_for_the_other_numbers_of_threads(
+    request_to_compile: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, models = load_uncompiled(request_to_compile.experiment, ignore_events)
+    tasks = timed_tasks(request_to_compile.plan.tasks)
+    threads = torch.get_num_threads()
+    before = children()
+    try:
+        torch.set_num_threads(2)
+        with SecondCompiler(request_to_compile, models, compute) as second:
+            second.compile_timed(tasks)
+            (process,) = children() - before
+            assert process.wait(LONGEST) == 0
+        assert compile_models(models.values(), compute) is None
+
+        def fail(*_: Any, **__: Any) -> Any:
+            raise AssertionError("a program was compiled")
+
+        monkeypatch.setattr(torch, "compile", fail)
+        torch.set_num_threads(1)
+        timed_work_of(tasks, models)()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_the_second_process_begins_with_the_last_batch(
@@ -74,10 +100,10 @@ def test_the_second_process_begins_with_the_last_batch(
         yield
 
     monkeypatch.setattr(second_compiler, "unheard_process", record)
-    _, models = load_to_decode(request_to_compile.experiment, ignore_events)
+    compute, models = load_uncompiled(request_to_compile.experiment, ignore_events)
     first = next(iter(request_to_compile.plan.batches()))
-    with SecondCompiler(request_to_compile, models.values()).compiling([first, ()], [1]):
-        pass
+    with SecondCompiler(request_to_compile, models, compute) as second:
+        second.compile_steps([first, ()], threads=1)
     assert sent == [[(), first]]
 
 
@@ -85,7 +111,7 @@ def test_the_second_process_begins_with_the_last_batch(
 def test_a_machine_without_room_compiles_in_one_process(
     request_to_compile: Request, monkeypatch: pytest.MonkeyPatch, lacks: str
 ) -> None:
-    _, models = load_to_decode(request_to_compile.experiment, ignore_events)
+    compute, models = load_uncompiled(request_to_compile.experiment, ignore_events)
     if lacks == "core":
         monkeypatch.setattr(worker_process, "usable_cores", lambda: [0])
     elif lacks == "quota":
@@ -93,10 +119,10 @@ def test_a_machine_without_room_compiles_in_one_process(
     else:
         memory = psutil.virtual_memory()._replace(available=10**6)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    second = SecondCompiler(request_to_compile, models.values())
-    assert not second.helps
     before = children()
-    with second.compiling(list(request_to_compile.plan.batches()), [1]):
+    with SecondCompiler(request_to_compile, models, compute) as second:
+        assert not second.helps
+        second.compile_steps(list(request_to_compile.plan.batches()), threads=1)
         assert children() <= before
 
 
