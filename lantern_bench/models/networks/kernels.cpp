@@ -138,6 +138,7 @@ void strip(const Product<X>& the, int64_t row, int64_t columns, const Weight* w)
     column = wide * kLanes;
   }
   for (; column + wide * kLanes <= columns; column += wide * kLanes) tile<rows, wide, false>(the, row, column, w);
+  for (; column + 2 * kLanes <= columns; column += 2 * kLanes) tile<rows, 2, false>(the, row, column, w);
   for (; column < columns; column += kLanes) tile<rows, 1, false>(the, row, column, w);
 }
 
@@ -145,7 +146,9 @@ void strip(const Product<X>& the, int64_t row, int64_t columns, const Weight* w)
 template <typename X, typename Weight>
 void multiply(const Product<X>& the, int64_t rows, int64_t columns, const Weight* w) {
   int64_t row = 0;
-  for (int64_t left = (rows + kRows - 1) / kRows; left > 0; --left) {
+  // One vector of a row is few: more rows fit, and no sum waits.
+  for (; columns == kLanes && row + 2 * kRows <= rows; row += 2 * kRows) strip<2 * kRows>(the, row, columns, w);
+  for (int64_t left = (rows - row + kRows - 1) / kRows; left > 0; --left) {
     const int64_t height = (rows - row + left - 1) / left;  // as equal as possible
     switch (height) {
       case 1: strip<1>(the, row, columns, w); break;
@@ -234,7 +237,7 @@ constexpr int64_t kFewNodes = 2;
 constexpr int kTogether = 4;  // columns
 constexpr float kNever = -std::numeric_limits<float>::max();
 
-constexpr int64_t kBlock = 64;  // columns whose keys are widened at a time: they stay in the first cache
+constexpr int64_t kBlock = 64;  // columns whose keys are asked for or widened at a time: they stay in the first cache
 
 template <typename Number>
 struct Head {
@@ -255,17 +258,27 @@ void score(const Head<Number>& the, const float* q, int64_t column, int64_t node
   for (int i = 0; i < count; ++i) sums[i] = all(0.0f);
   for (int64_t k = 0; k < the.width; k += kLanes) {
     const Lanes factor = load(q + k);
-    for (int i = 0; i < count; ++i) __builtin_prefetch(the.values + (column + i) * the.width + k);  // needed next
+    for (int i = 0; i < count; ++i) {
+      __builtin_prefetch(the.values + (column + i) * the.width + k);  // needed next
+      __builtin_prefetch(keys + (kBlock + i) * the.width + k);
+    }
     for (int i = 0; i < count; ++i) sums[i] = add_product(factor, load(keys + i * the.width + k), sums[i]);
   }
   for (int i = 0; i < count; ++i)
     scores[column + i] = sum_of(sums[i]) * the.scale + the.mask[(column + i) * the.nodes + node];
 }
 
+// Ask for numbers before they are used: they may lie in memory.
+template <typename Number>
+void ask_for(const Number* from, int64_t count) {
+  for (int64_t at = 0; at < count; at += kLine / sizeof(Number)) __builtin_prefetch(from + at);
+}
+
 // Few nodes: the scores lie with the columns side by side, [nodes, lanes].
 template <typename Number>
 void attend_few(const Head<Number>& the, std::vector<float>& space) {
   const int64_t lanes = (the.columns + kLanes - 1) / kLanes * kLanes;
+  ask_for(the.keys, std::min(kBlock, the.columns) * the.width);
   space.assign(the.nodes * lanes, kNever);
   for (int64_t node = 0; node < the.nodes; ++node) {
     float *scores = space.data() + node * lanes, *end = scores + lanes;
@@ -299,15 +312,20 @@ const float* widened(const BFloat* from, int64_t count, float* space) {
 template <typename Number>
 void attend_many(const Head<Number>& the, std::vector<float>& space) {
   const int64_t lanes = (the.nodes + kLanes - 1) / kLanes * kLanes;
-  space.assign((the.width + the.columns) * lanes + kBlock * the.width, 0.0f);
+  ask_for(the.keys, std::min(kBlock, the.columns) * the.width);
+  space.resize((the.width + the.columns) * lanes + kBlock * the.width);
   float *turned = space.data(), *scores = turned + the.width * lanes, *end = scores + the.columns * lanes;
   float* keys_space = end;
+  std::fill(turned, end, 0.0f);
   for (int64_t node = 0; node < the.nodes; ++node)
     for (int64_t k = 0; k < the.width; ++k) turned[k * lanes + node] = the.q[node * the.q_node + k] * the.scale;
   for (int64_t column = 0; column < the.columns; ++column)
     std::copy_n(the.mask + column * the.nodes, the.nodes, scores + column * lanes);
   for (int64_t column = 0; column < the.columns; column += kBlock) {
     const int64_t count = std::min(kBlock, the.columns - column);
+    const int64_t next = column + count;
+    ask_for(the.keys + next * the.width, std::min(kBlock, the.columns - next) * the.width);
+    ask_for(the.values + column * the.width, count * the.width);
     const float* keys = widened(the.keys + column * the.width, count * the.width, keys_space);
     const Product<float> scored{keys, the.width, 1, the.width, lanes, scores + column * lanes, lanes, false, false};
     multiply(scored, count, lanes, const_cast<const float*>(turned));
