@@ -56,6 +56,7 @@ def decode_missing(request: Request, emit: Emit) -> None:
         if settings.compile:
             warning = compile_models(models.values(), compute)
             if warning is not None:
+                second.give_up()
                 emit(warning)
         key = key_fields(models, settings, compute, cells=plan.cells)
         # Captions that cannot be encoded are refused before the run directory is made.

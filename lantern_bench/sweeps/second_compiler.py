@@ -1,8 +1,8 @@
 """Compile the steps of a first start in two processes.
 
-Both compile the steps of the same batches, this process from the first and the other from the last.
-A compiled program is kept in a file (`SavedProgram`), where either process finds what the other has
-compiled.
+At first the other process compiles what is timed to choose the number of threads. Then both compile
+the steps of the same batches, this process from the first and the other from the last. A compiled
+program is kept in a file (`SavedProgram`), where either process finds what the other has compiled.
 """
 
 from __future__ import annotations
@@ -78,6 +78,11 @@ class SecondCompiler:
     def end(self) -> None:
         """End the second process."""
         self._process.close()
+
+    def give_up(self) -> None:
+        """End the second process, and start no other: nothing can be compiled here."""
+        self.end()
+        self.helps = False
 
     def _start(self, work: partial[None]) -> None:
         self.end()

@@ -13,14 +13,14 @@ import torch
 
 from lantern_bench.config.settings import Overrides
 from lantern_bench.models.load import compile_models, load_uncompiled
-from lantern_bench.sweeps import second_compiler, worker_process
+from lantern_bench.sweeps import decode_missing, second_compiler, worker_process
 from lantern_bench.sweeps.choose_threads import timed_tasks, timed_work_of
 from lantern_bench.sweeps.decoder import decode_batch
 from lantern_bench.sweeps.request import Request, prepare
 from lantern_bench.sweeps.second_compiler import SecondCompiler
 from lantern_bench.utils import files, signals
 from lantern_bench.utils.clock import now
-from lantern_bench.utils.progress import Emit, ignore_events
+from lantern_bench.utils.progress import Emit, Note, ignore_events
 
 LONGEST = 300.0  # seconds to wait for the second process
 
@@ -124,6 +124,25 @@ def test_a_machine_without_room_compiles_in_one_process(
         assert not second.helps
         second.compile_steps(list(request_to_compile.plan.batches()), threads=1)
         assert children() <= before
+
+
+def test_without_a_compiler_no_second_process_is_started(
+    request_to_compile: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    @contextmanager
+    def record(work: Any, *_: Any) -> Iterator[None]:
+        started.append(work.func.__name__)
+        yield
+
+    monkeypatch.setattr(second_compiler, "unheard_process", record)
+    warning = Note("decoding is not compiled: no g++", level="warning")
+    monkeypatch.setattr(decode_missing, "compile_models", lambda *_: warning)
+    events: list[Any] = []
+    decode_missing.decode_missing(request_to_compile, events.append)
+    assert warning in events
+    assert not started
 
 
 def _talk(_request: Request, emit: Emit) -> None:
