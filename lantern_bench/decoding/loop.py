@@ -142,10 +142,10 @@ def cached_step(
         RefusedError: The model lacks what the configuration needs, as `check_decodable`.
         UserError: As `check_decodable`.
     """
-    drafter, rule = drafter_and_rule(model, decoding)
-    return engine.cached(
-        ("speculative step", batch, sampling_key(decoding), keep_logits),
-        lambda: SpeculativeStep(
+
+    def make() -> SpeculativeStep:
+        drafter, rule = drafter_and_rule(model, decoding)
+        return SpeculativeStep(
             target=model.target,
             drafter=drafter,
             decoding=decoding,
@@ -153,8 +153,9 @@ def cached_step(
             batch=batch,
             engine=engine,
             keep_logits=keep_logits,
-        ),
-    )
+        )
+
+    return engine.cached(("speculative step", batch, sampling_key(decoding), keep_logits), make)
 
 
 def check_decodable(model: DecodableModel, decoding: Decoding) -> None:

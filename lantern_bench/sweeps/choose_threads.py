@@ -105,11 +105,11 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
 def timed_work(
     model: LoadedModel, prompt: str, decodings: Iterable[Decoding]
 ) -> Callable[[], None]:
-    """Return the work whose time decides: whole forwards of the target.
+    """Return the work whose time decides: an image without drafts, and forwards over a draft.
 
-    Between single products the threads would sleep. Drafts gain more from threads than
-    autoregressive steps, so a forward over a draft is timed too. The rest of a speculative step is
-    not: it would have to be compiled for every number of threads.
+    Single products would not do: between them the threads would sleep. Drafts gain more from
+    threads than autoregressive steps, so forwards over a draft are timed too. The rest of a
+    speculative step is not: it would have to be compiled for every number of threads.
 
     Args:
         model: The model that decodes.
@@ -120,6 +120,7 @@ def timed_work(
     plain = kinds.get(False)
     with torch.inference_mode():
         condition = model.condition([prompt])
+    prefilled = set[int]()  # numbers of threads, each of which has its own programs
 
     @torch.inference_mode()
     def work() -> None:
@@ -136,7 +137,9 @@ def timed_work(
             )
         if True in kinds:
             step = cached_step(model, kinds[True], batch=1, engine=model.engine)
-            step.session.prefill(condition)
+            if torch.get_num_threads() not in prefilled:
+                step.session.prefill(condition)
+                prefilled.add(torch.get_num_threads())
             for _ in range(_FORWARDS):
                 step.score()
 
@@ -159,8 +162,8 @@ def choose_threads(
     if model.target.device.type != "cpu":
         return
     decodings = list(decodings)
-    names = {False: "autoregressive", True: "drafting"}
-    timed = " and ".join(names[drafts] for drafts in sorted(_kinds(decodings)))
+    kinds = sorted(_kinds(decodings).items())
+    timed = " and ".join("drafting" if drafts else plain.mode for drafts, plain in kinds)
     name = f"{timed}, at most {torch.get_num_threads()}"
     file = model.engine.folder and model.engine.folder / "threads.json"
     choices: dict[str, Any] = {}

@@ -49,9 +49,12 @@ def decode_missing(request: Request, emit: Emit) -> None:
     compute, models = load_uncompiled(request.experiment, emit)
     done = done_images(request.folder)
     batches = [batch for batch in plan.batches() if not all(task.key in done for task in batch)]
+    # Captions that cannot be encoded are refused before the run directory is made.
+    prepare_seconds = prepare_models(batches, models, emit)
     threads_before = torch.get_num_threads()
     with SecondCompiler(request, models, compute) as second:
-        if settings.threads is None:
+        # A run that is resumed keeps its number of threads.
+        if settings.threads is None and not done:
             second.compile_timed(timed_tasks(list(chain.from_iterable(batches))))
         if settings.compile:
             warning = compile_models(models.values(), compute)
@@ -59,8 +62,6 @@ def decode_missing(request: Request, emit: Emit) -> None:
                 second.give_up()
                 emit(warning)
         key = key_fields(models, settings, compute, cells=plan.cells)
-        # Captions that cannot be encoded are refused before the run directory is made.
-        prepare_seconds = prepare_models(batches, models, emit)
 
         with RunStore.open(request.folder, request.experiment, key) as store:
             missing = store.missing(plan.tasks)

@@ -102,9 +102,11 @@ def test_the_choice_is_stored_with_the_programs(
     assert chosen(drafting) is None
     assert chosen(drafting) == 1
     assert chosen(ar) is None
+    assert chosen(Decoding("zipar")) is None
+    assert chosen(ar) == 1
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert chosen(ar, drafting) is None
-    name = b'{"autoregressive and drafting, at most 2": '
+    name = b'{"ar and drafting, at most 2": '
     no_numbers = [name + value + b"}" for value in (b"64", b"0", b"true", b'"2"', b"[1]")]
     for damaged in (b"", b"[1]", b"{", *no_numbers):
         (tmp_path / "threads.json").write_bytes(damaged)

@@ -30,16 +30,21 @@ def children() -> set[psutil.Process]:
     return set(psutil.Process().children())
 
 
-@pytest.fixture
-def request_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Request:
-    """A compiled sweep of `ar`, with an empty cache of programs."""
+@pytest.fixture(params=[1])
+def request_to_compile(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Request]:
+    """A compiled sweep of `ar`, with an empty cache of programs. Parameter: its threads."""
     monkeypatch.setenv("LANTERN_BENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(worker_process, "usable_cores", lambda: [0, 1])
     monkeypatch.setattr(worker_process, "cpu_quota", lambda: None)
     files._usable.cache_clear()
-    flags = {"images": 1, "threads": 1, "compile": True, "metrics": ["speed"]}
+    flags = {"images": 1, "threads": request.param, "compile": True, "metrics": ["speed"]}
     overrides = Overrides.from_flags(flags, modes="ar")
-    return prepare("lanterns", overrides, out=tmp_path / "run")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield prepare("lanterns", overrides, out=tmp_path / "run")
+    torch.set_num_threads(threads)
 
 
 def test_this_process_loads_what_the_second_one_has_compiled(
@@ -69,24 +74,19 @@ def test_what_is_timed_is_compiled_for_the_other_numbers_of_threads(
 ) -> None:
     compute, models = load_uncompiled(request_to_compile.experiment, ignore_events)
     tasks = timed_tasks(request_to_compile.plan.tasks)
-    threads = torch.get_num_threads()
     before = children()
-    try:
-        torch.set_num_threads(2)
-        with SecondCompiler(request_to_compile, models, compute) as second:
-            second.compile_timed(tasks)
-            (process,) = children() - before
-            assert process.wait(LONGEST) == 0
-        assert compile_models(models.values(), compute) is None
+    with SecondCompiler(request_to_compile, models, compute) as second:
+        second.compile_timed(tasks)
+        (process,) = children() - before
+        assert process.wait(LONGEST) == 0
+    assert compile_models(models.values(), compute) is None
 
-        def fail(*_: Any, **__: Any) -> Any:
-            raise AssertionError("a program was compiled")
+    def fail(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a program was compiled")
 
-        monkeypatch.setattr(torch, "compile", fail)
-        torch.set_num_threads(1)
-        timed_work_of(tasks, models)()
-    finally:
-        torch.set_num_threads(threads)
+    monkeypatch.setattr(torch, "compile", fail)
+    torch.set_num_threads(1)
+    timed_work_of(tasks, models)()
 
 
 def test_the_second_process_begins_with_the_last_batch(
@@ -126,8 +126,13 @@ def test_a_machine_without_room_compiles_in_one_process(
         assert children() <= before
 
 
-def test_without_a_compiler_no_second_process_is_started(
-    request_to_compile: Request, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("request_to_compile", "processes"),
+    [(1, []), (None, ["_compile_timed"])],
+    indirect=["request_to_compile"],
+)
+def test_without_a_compiler_no_second_process_compiles_steps(
+    request_to_compile: Request, processes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
 
@@ -142,7 +147,7 @@ def test_without_a_compiler_no_second_process_is_started(
     events: list[Any] = []
     decode_missing.decode_missing(request_to_compile, events.append)
     assert warning in events
-    assert not started
+    assert started == processes
 
 
 def _talk(_request: Request, emit: Emit) -> None:
