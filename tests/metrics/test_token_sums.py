@@ -220,6 +220,7 @@ def decoded(lanterns: LoadedModel) -> Callable[..., tuple[Any, Tensor, Decoding]
     return decode_cell
 
 
+@pytest.mark.long
 def test_24_images_tell_lambda_2_from_the_target(
     lanterns: LoadedModel, decoded: Callable[..., Any]
 ) -> None:

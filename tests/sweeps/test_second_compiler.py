@@ -13,8 +13,13 @@ import torch
 
 from lantern_bench.config.settings import Overrides
 from lantern_bench.models.load import compile_models, load_uncompiled
-from lantern_bench.sweeps import decode_missing, second_compiler, worker_process
-from lantern_bench.sweeps.choose_threads import timed_tasks, timed_work_of
+from lantern_bench.sweeps import (
+    choose_threads,
+    decode_missing,
+    second_compiler,
+    worker_process,
+)
+from lantern_bench.sweeps.choose_threads import timed_tasks
 from lantern_bench.sweeps.decoder import decode_batch
 from lantern_bench.sweeps.request import Request, prepare
 from lantern_bench.sweeps.second_compiler import SecondCompiler
@@ -69,24 +74,30 @@ def test_this_process_loads_what_the_second_one_has_compiled(
     assert len(image.tokens) == 16
 
 
-def test_what_is_timed_is_compiled_for_the_other_numbers_of_threads(
+def test_what_is_timed_runs_for_every_other_number_of_threads(
     request_to_compile: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sent = []
+    ran = list[tuple[int, int]]()
+
+    @contextmanager
+    def record(work: Any, *_: Any) -> Iterator[None]:
+        sent.append(work)
+        yield
+
+    def decode(**arguments: Any) -> None:
+        ran.append((torch.get_num_threads(), arguments["tokens"]))
+
+    monkeypatch.setattr(second_compiler, "unheard_process", record)
+    monkeypatch.setattr(second_compiler, "compile_models", lambda *_, **__: None)
+    monkeypatch.setattr(choose_threads, "decode", decode)
     compute, models = load_uncompiled(request_to_compile.experiment, ignore_events)
-    tasks = timed_tasks(request_to_compile.plan.tasks)
-    before = children()
     with SecondCompiler(request_to_compile, models, compute) as second:
-        second.compile_timed(tasks)
-        (process,) = children() - before
-        assert process.wait(LONGEST) == 0
-    assert compile_models(models.values(), compute) is None
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a program was compiled")
-
-    monkeypatch.setattr(torch, "compile", fail)
-    torch.set_num_threads(1)
-    timed_work_of(tasks, models)()
+        second.compile_timed(timed_tasks(request_to_compile.plan.tasks))
+    (work,) = sent
+    torch.set_num_threads(4)
+    work(request_to_compile, ignore_events)
+    assert ran == [(1, 12)]  # two threads are the first process's
 
 
 def test_the_second_process_begins_with_the_last_batch(
