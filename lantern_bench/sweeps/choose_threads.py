@@ -105,7 +105,7 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
 def timed_work(
     model: LoadedModel, prompt: str, decodings: Iterable[Decoding]
 ) -> Callable[[], None]:
-    """Return the work whose time decides: an image without drafts, and forwards over a draft.
+    """Return the work whose time decides: tokens without drafts, and forwards over a draft.
 
     Single products would not do: between them the threads would sleep. Drafts gain more from
     threads than autoregressive steps, so forwards over a draft are timed too. The rest of a
