@@ -189,19 +189,13 @@ def choose_threads(
 
 def _kinds(decodings: Iterable[Decoding]) -> dict[bool, Decoding]:
     """Return the first decoding of each kind, by whether it drafts."""
-    kinds: dict[bool, Decoding] = {}
-    for decoding in decodings:
-        kinds.setdefault(decoding.drafts, decoding)
-    return kinds
+    return {decoding.drafts: decoding for decoding in reversed(list(decodings))}
 
 
 def timed_tasks(tasks: Sequence[ImageTask]) -> list[ImageTask]:
     """Return one task of each kind that is timed, drafting or not, of the first task's model."""
-    kinds: dict[bool, ImageTask] = {}
-    for task in tasks:
-        if task.cell.model == tasks[0].cell.model:
-            kinds.setdefault(task.cell.decoding.drafts, task)
-    return list(kinds.values())
+    same = [task for task in reversed(tasks) if task.cell.model == tasks[0].cell.model]
+    return list({task.cell.decoding.drafts: task for task in same}.values())
 
 
 def choose_threads_for(

@@ -6,6 +6,7 @@ Optimiser, schedule, autocast, checkpoints, resuming, several processes, and pro
 from __future__ import annotations
 
 import atexit
+import importlib
 import math
 import os
 from abc import ABC, abstractmethod
@@ -75,6 +76,10 @@ def join_processes(*, cpu: bool) -> Processes:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         backend = "nccl"
         torch.cuda.set_device(device)
+    # This module keeps the group that is joined when it is first imported, and the optimiser
+    # imports it. The threads of a group that is kept outlive its destruction, and can end the
+    # process with SIGABRT while the interpreter closes.
+    importlib.import_module("torch.distributed.nn.functional")
     # The other processes wait while the first one samples, encodes and evaluates.
     distributed.init_process_group(backend, timeout=timedelta(hours=24))
     atexit.register(distributed.destroy_process_group)

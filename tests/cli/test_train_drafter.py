@@ -444,7 +444,16 @@ def test_several_processes_need_a_number_of_steps(
 
 
 _WORKER = """
+import atexit
 import sys
+from pathlib import Path
+
+# Called after the functions that the command registers.
+@atexit.register
+def list_threads():
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    print("threads left:", *(name for name in names if "gloo" in name), file=sys.stderr)
+
 from lantern_bench.models import registry
 from tests.helpers.tiny_target import TinyModel
 registry.models = lambda: {"tiny": TinyModel()}
@@ -483,6 +492,7 @@ def test_two_processes_train_the_same_drafter_as_one(tiny: TinyModel, tmp_path: 
     assert [worker.returncode for worker in workers] == [0, 0], streams
     assert streams[0][0]
     assert not streams[1][0]
+    assert [stderr.splitlines()[-1] for _, stderr in streams] == ["threads left:"] * 2
     alone = weights("alone")
     both = weights("both")
     assert all(torch.allclose(alone[name], both[name], atol=1e-5) for name in KEYS)
