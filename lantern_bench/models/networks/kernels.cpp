@@ -345,6 +345,13 @@ void attend_many(const Head<Number>& the, std::vector<float>& space) {
   multiply(mixed, the.nodes, the.width, the.values);
 }
 
+// The number of columns without those at the end that no node sees, whose weights are 0.
+int64_t seen_columns(const float* mask, int64_t columns, int64_t nodes) {
+  const auto is_hidden = [](float added) { return added == -std::numeric_limits<float>::infinity(); };
+  while (columns > 1 && std::all_of(mask + (columns - 1) * nodes, mask + columns * nodes, is_hidden)) --columns;
+  return columns;
+}
+
 // q [rows, nodes, heads, width]; keys and values [rows, kv_heads, columns, width], contiguous but for their first two
 // dimensions, both float32 or both bfloat16; the additive mask [rows, columns, nodes]. All else is float32; width is a
 // multiple of 16.
@@ -373,14 +380,15 @@ Tensor node_attention(const Tensor& q, const Tensor& keys, const Tensor& values,
       for (int64_t at = first; at < end; ++at) {
         const int64_t row = at / heads, kv = at % heads / together;
         const int64_t corner = (row * nodes * heads + at % heads) * width;
+        const float* seen = masks + row * columns * nodes;
         const Head<Number> the{asked + corner,
                                every_key + row * key_row + kv * key_head,
                                every_value + row * value_row + kv * value_head,
-                               masks + row * columns * nodes,
+                               seen,
                                made + corner,
                                nodes,
                                width,
-                               columns,
+                               seen_columns(seen, columns, nodes),
                                heads * width,
                                scale};
         (nodes <= kFewNodes ? attend_few<Number> : attend_many<Number>)(the, space);

@@ -241,6 +241,30 @@ def test_attention_of_nodes_is_exact(kv_heads: int, nodes: int, stored: torch.dt
 
 
 @needs_panels
+@pytest.mark.parametrize("nodes", [1, 2, 3, 17])
+@torch.inference_mode()
+def test_columns_that_no_node_sees_are_not_read(nodes: int) -> None:
+    assert build_kernels()
+    random = torch.Generator().manual_seed(nodes)
+    q, keys, values = (
+        torch.randn(*shape, 32, generator=random)
+        for shape in ((2, nodes, 4), (2, 4, 96), (2, 4, 96))
+    )
+    mask = torch.zeros(2, 96, nodes)
+    wanted = []
+    for row, seen in enumerate((67, 96)):
+        mask[row, seen:] = -torch.inf
+        mask[row, 40 : seen - 1, 0] = -torch.inf  # the others see them
+        one = slice(row, row + 1)
+        columns = (part[one, :, :seen] for part in (keys, values))
+        attend = torch.ops.lantern_bench.node_attention
+        wanted.append(attend(q[one], *columns, mask[one, :seen].contiguous()))
+        values[row, :, seen:] = torch.nan
+    mixed = torch.ops.lantern_bench.node_attention(q, keys, values, mask)
+    assert mixed.equal(torch.cat(wanted))
+
+
+@needs_panels
 @torch.inference_mode()
 def test_only_packed_models_use_the_attention_kernel() -> None:
     model = Small()
