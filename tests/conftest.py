@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from lantern_bench.utils.clock import collect_garbage, collect_seldom
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from lantern_bench.models.loaded_model import LoadedModel
 
 CAPTION = "a red lantern"
+
+# As in the commands.
+collect_seldom()
 
 # All test processes and all later runs of the tests find what inductor has compiled; `make clean`
 # removes it.
@@ -35,6 +40,11 @@ os.environ.setdefault(
 # No test fails because the machine is busy.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the tests themselves from the collection of garbage."""
+    collect_garbage()
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,7 @@ from lantern_bench.devices.environment import prepare_environment
 from lantern_bench.sweeps.request import DEFAULT_CLUSTER
 from lantern_bench.utils import signals
 from lantern_bench.utils.causes import explained
+from lantern_bench.utils.clock import collect_seldom
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.quick_exit import exit_quickly
 
@@ -103,6 +104,7 @@ def _flags(
     ctx.call_on_close(functools.partial(setattr, warnings, "showwarning", warnings.showwarning))
     warnings.showwarning = lambda message, *_: console.warn(str(message))
     prepare_environment()
+    collect_seldom()
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from lantern_bench.sweeps.events import Event
 from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
 from lantern_bench.utils.causes import explained
-from lantern_bench.utils.clock import now
+from lantern_bench.utils.clock import collect_seldom, now
 from lantern_bench.utils.cores import cpu_quota, usable_cores
 from lantern_bench.utils.errors import LanternError, RecordsFailedError
 from lantern_bench.utils.progress import Emit, heard_by
@@ -209,6 +209,7 @@ def serve(parent: Connection[Any, Any]) -> None:
 def _main(descriptor: int) -> int:
     # standard output is for the data of the command
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    collect_seldom()
     try:
         with signals.signals_noted():
             serve(Connection(descriptor))

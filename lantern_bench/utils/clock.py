@@ -42,6 +42,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def collect_seldom() -> None:
+    """Have Python look for garbage less often. Loading torch's compiler makes many lasting objects.
+
+    This is a choice of a whole process, so the Python API does not call it.
+    """
+    gc.set_threshold(10_000)  # Python's own number is 700
+
+
 def collect_garbage() -> None:
     """Collect garbage and exempt what remains from later collections.
 

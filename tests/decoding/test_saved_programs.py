@@ -31,8 +31,9 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_compiled_steps_give_the_same_tokens_and_later_engines_load_them(
     tmp_path: Path, no_compiler: Callable[[], None]
 ) -> None:
-    decoding = Decoding(**CELLS["static"])
-    wanted = decoded(Small(), Decoding(**CELLS["static"]), 1)
+    cell = CELLS["static"] | {"tree": [[0], [1], [0, 0]]}  # each depth is compiled by itself
+    decoding = Decoding(**cell)
+    wanted = decoded(Small(), decoding, 1)
     same(
         decoded(
             model=Small(), decoding=decoding, images=1, engine=Engine(compile=True, folder=tmp_path)
@@ -45,7 +46,7 @@ def test_compiled_steps_give_the_same_tokens_and_later_engines_load_them(
     model = Small()
     same(decoded(model=model, decoding=decoding, images=1, engine=engine), wanted)
     same(decoded(model=model, decoding=decoding, images=1, engine=engine), wanted)
-    other = Decoding(**CELLS["static"] | {"lambda": 8.0})
+    other = Decoding(**cell | {"lambda": 8.0})
     same(decoded(model=model, decoding=other, images=1, engine=engine), decoded(Small(), other, 1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lantern_bench.cli.main import main
 from lantern_bench.devices import environment
 from lantern_bench.sweeps import decoded_image
 from lantern_bench.utils import cores
@@ -162,3 +164,14 @@ def test_quota_of_a_container(
     few = quota is not None and quota < 2
     assert os.environ.get("OMP_NUM_THREADS") == ("1" if few else None)
     assert ("CPU quota of this container" in decoded_image.quiet_advice()) == few
+
+
+def test_commands_look_for_garbage_less_often(capsys: pytest.CaptureFixture[str]) -> None:
+    usual = gc.get_threshold()
+    try:
+        gc.set_threshold(700)
+        assert main(["models"]) == 0
+        assert gc.get_threshold()[0] > 5_000
+    finally:
+        gc.set_threshold(*usual)
+    assert "lanterns" in capsys.readouterr().out
