@@ -22,7 +22,7 @@ CODE = ("lantern_bench", "tests", "scripts")
 
 # A change that adds more than it removes raises this bound, and its message says what for. The
 # fourth edition had 97,684 units.
-MOST_UNITS = 126_841
+MOST_UNITS = 126_845
 MOST_UNITS_PER_STATEMENT = 6.5
 MOST_MEAN_LINE = 48.0
 MOST_TUPLES_PER_1000_STATEMENTS = 3.0

@@ -193,9 +193,15 @@ def _kinds(decodings: Iterable[Decoding]) -> dict[bool, Decoding]:
 
 
 def timed_tasks(tasks: Sequence[ImageTask]) -> list[ImageTask]:
-    """Return one task of each kind that is timed, drafting or not, of the first task's model."""
-    same = [task for task in reversed(tasks) if task.cell.model == tasks[0].cell.model]
-    return list({task.cell.decoding.drafts: task for task in same}.values())
+    """Return one task of each kind that is timed, drafting or not, of the first task's model.
+
+    The first task is the first one here too: its prompt is the one that is timed.
+    """
+    kinds: dict[bool, ImageTask] = {}
+    for task in tasks:
+        if task.cell.model == tasks[0].cell.model:
+            kinds.setdefault(task.cell.decoding.drafts, task)
+    return list(kinds.values())
 
 
 def choose_threads_for(

@@ -29,7 +29,7 @@ from lantern_bench.sweeps.events import ImageDone, Started
 from lantern_bench.sweeps.request import DEFAULT_CLUSTER, Request
 from lantern_bench.sweeps.worker_process import WorkerEndedError, events_of
 from lantern_bench.utils import signals
-from lantern_bench.utils.clock import collect_garbage, now, stamp
+from lantern_bench.utils.clock import collect_garbage, collect_seldom, now, stamp
 from lantern_bench.utils.errors import LanternError, RecordsFailedError, RefusedError
 from lantern_bench.utils.progress import Emit, Note, heard_by, ignore_events
 from lantern_bench.utils.text import one_line
@@ -199,6 +199,7 @@ class Worker:
 
     def __init__(self) -> None:
         prepare_environment()
+        collect_seldom()
 
     def load(self, request: Request, cores: int) -> Ready:
         """Load the models of a request. The images of its plan are timed to choose threads."""

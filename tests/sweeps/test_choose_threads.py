@@ -18,7 +18,12 @@ from lantern_bench.decoding.engine import Engine
 from lantern_bench.devices.environment import prepare_environment
 from lantern_bench.models.random_weights import random_model_of_size, read_size
 from lantern_bench.sweeps import choose_threads as choose_threads_module
-from lantern_bench.sweeps.choose_threads import Calibrated, calibrate, choose_threads
+from lantern_bench.sweeps.choose_threads import (
+    Calibrated,
+    calibrate,
+    choose_threads,
+    timed_tasks,
+)
 
 
 @pytest.mark.parametrize(
@@ -160,3 +165,17 @@ def test_the_users_wait_policy_wins(
     prepare_environment()
     assert os.environ.get("GOMP_SPINCOUNT") == spins
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+
+
+@pytest.mark.parametrize("drafting", [[0, 1, 0], [0, 1, 1, 0], [1, 0, 1], [1, 1, 0], [0, 0]])
+def test_the_first_task_of_each_kind_is_timed_in_order(drafting: list[int]) -> None:
+    tasks: list[Any] = [
+        SimpleNamespace(cell=SimpleNamespace(model="a", decoding=SimpleNamespace(drafts=drafts)))
+        for drafts in map(bool, drafting)
+    ]
+    other = SimpleNamespace(cell=SimpleNamespace(model="b", decoding=SimpleNamespace(drafts=True)))
+    timed = timed_tasks([tasks[0], other, *tasks[1:]])
+    assert timed[0] is tasks[0]
+    assert [tasks.index(task) for task in timed[1:]] == [
+        number for number in range(1, len(tasks)) if drafting[number] != drafting[0]
+    ][:1]
