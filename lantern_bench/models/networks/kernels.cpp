@@ -2,7 +2,8 @@
 //
 // A weight [out, in] lies in panels of 64 outputs, [panels, in, 64]; it is stored narrow and widened in registers. Where
 // the processor multiplies pairs of bfloat16 numbers, a bfloat16 weight lies in [panels, in / 2, 64, 2]. Each number of
-// a result is one sum in order, so that its bits depend neither on the number of rows or nodes nor on that of threads.
+// a result is one sum in order, so that its bits depend neither on the number of rows nor on that of threads.
+// Attention of one or two nodes, or of one beside full vectors, adds the lanes of a vector at the end.
 
 #include <immintrin.h>
 #include <torch/csrc/stable/library.h>
@@ -234,10 +235,11 @@ Lanes exponential(Lanes x) {
 }
 
 constexpr int64_t kFewNodes = 2;
-constexpr int kTogether = 4;  // columns
+constexpr int64_t kFullNodes = 16;  // they fill vectors of each processor
+constexpr int kTogether = 4;        // columns
 constexpr float kNever = -std::numeric_limits<float>::max();
 
-constexpr int64_t kBlock = 64;  // columns whose keys are asked for or widened at a time: they stay in the first cache
+constexpr int64_t kBlock = 64;  // columns whose keys or values are read at a time: they stay in the first cache
 
 template <typename Number>
 struct Head {
@@ -246,7 +248,8 @@ struct Head {
   const float* mask;            // [columns, nodes]
   float* out;                   // [nodes, width]
   int64_t nodes, width, columns;
-  int64_t q_node;  // from one node to the next in q and out
+  int64_t q_node;       // from one node to the next in q and out
+  int64_t mask_column;  // from one column to the next in the mask
   float scale;
 };
 
@@ -265,7 +268,7 @@ void score(const Head<Number>& the, const float* q, int64_t column, int64_t node
     for (int i = 0; i < count; ++i) sums[i] = add_product(factor, load(keys + i * the.width + k), sums[i]);
   }
   for (int i = 0; i < count; ++i)
-    scores[column + i] = sum_of(sums[i]) * the.scale + the.mask[(column + i) * the.nodes + node];
+    scores[column + i] = sum_of(sums[i]) * the.scale + the.mask[(column + i) * the.mask_column + node];
 }
 
 // Ask for numbers before they are used: they may lie in memory.
@@ -320,7 +323,7 @@ void attend_many(const Head<Number>& the, std::vector<float>& space) {
   for (int64_t node = 0; node < the.nodes; ++node)
     for (int64_t k = 0; k < the.width; ++k) turned[k * lanes + node] = the.q[node * the.q_node + k] * the.scale;
   for (int64_t column = 0; column < the.columns; ++column)
-    std::copy_n(the.mask + column * the.nodes, the.nodes, scores + column * lanes);
+    std::copy_n(the.mask + column * the.mask_column, the.nodes, scores + column * lanes);
   for (int64_t column = 0; column < the.columns; column += kBlock) {
     const int64_t count = std::min(kBlock, the.columns - column);
     const int64_t next = column + count;
@@ -341,8 +344,26 @@ void attend_many(const Head<Number>& the, std::vector<float>& space) {
     const Lanes share = all(1.0f) / sum;
     for (float* at = scores + lane; at < end; at += lanes) store(at, load(at) * share);
   }
-  const Product<float> mixed{scores, 1, lanes, the.columns, the.width, the.out, the.q_node, true, false};
-  multiply(mixed, the.nodes, the.width, the.values);
+  for (int64_t column = 0; column < the.columns; column += kBlock) {
+    const int64_t count = std::min(kBlock, the.columns - column);
+    const float* shares = scores + column * lanes;
+    const Product<float> mixed{shares, 1, lanes, count, the.width, the.out, the.q_node, column == 0, false};
+    multiply(mixed, the.nodes, the.width, the.values + column * the.width);
+  }
+}
+
+// One node beside full vectors is attended alone: it would take as long as a vector of them.
+template <typename Number>
+void attend_nodes(Head<Number> the, std::vector<float>& space) {
+  const int64_t few = the.nodes <= kFewNodes ? the.nodes : the.nodes % kFullNodes == 1;
+  the.nodes -= few;
+  if (the.nodes > 0) attend_many(the, space);
+  if (few == 0) return;
+  the.q += the.nodes * the.q_node;
+  the.mask += the.nodes;
+  the.out += the.nodes * the.q_node;
+  the.nodes = few;
+  attend_few(the, space);
 }
 
 // The number of columns without those at the end that no node sees, whose weights are 0.
@@ -390,8 +411,9 @@ Tensor node_attention(const Tensor& q, const Tensor& keys, const Tensor& values,
                                width,
                                seen_columns(seen, columns, nodes),
                                heads * width,
+                               nodes,
                                scale};
-        (nodes <= kFewNodes ? attend_few<Number> : attend_many<Number>)(the, space);
+        attend_nodes(the, space);
       }
     });
   };

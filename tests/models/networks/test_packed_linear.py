@@ -232,7 +232,7 @@ def check_attention(
 
 @needs_panels
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("nodes", [1, 2, 3, 8, 17, 64])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 8, 17, 33, 64])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_attention_of_nodes_is_exact(kv_heads: int, nodes: int, stored: torch.dtype) -> None:
