@@ -152,15 +152,19 @@ def paint(folder: Path, names: str = "abcdef", size: tuple[int, int] = (64, 64))
 
 @pytest.mark.long
 def test_the_embedded_features_are_those_of_the_painted_scenes() -> None:
-    """Painting takes half a minute; processors round features differently, in their last digits."""
+    """Painting takes half a minute.
+
+    Processors round a few pixels the other way, which the hash shows and a few features follow by
+    less than 0.001. Scenes of another seed differ by 0.3 on average.
+    """
     scenes, label = reference_scenes()
     embedded = extractors.embedded_reference()
-    assert embedded.label == label
+    assert embedded.label.partition(", sha256=")[0] == label.partition(", sha256=")[0]
     torch.testing.assert_close(
         embedded.statistics.features,
         extractors.features_of(scenes, extractors.find_extractor()),
-        rtol=1e-4,
-        atol=1e-5,
+        rtol=1e-3,
+        atol=1e-3,
     )
 
 
