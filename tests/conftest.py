@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,16 @@ settings.load_profile("untimed")
 def pytest_collection_finish() -> None:
     """Exempt the tests themselves from the collection of garbage."""
     collect_garbage()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def decode_once() -> Iterator[None]:
+    """Decode images once: each test process disturbs the images of the others."""
+    from lantern_bench.sweeps import decoder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "_MAX_ATTEMPTS", 1)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -169,7 +169,7 @@ def test_every_mode_and_rule_is_searched(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     rules = ["--mode", "speculative,lantern", "--neighbours", "3", "--delta", "0.2"]
-    assert cli.main([*SEARCH, "--images", "20", *rules, "--drafting", "static,dynamic"]) == 0
+    assert cli.main([*SEARCH, "--images", "8", *rules, "--drafting", "static,dynamic"]) == 0
     written = capsys.readouterr()
     tables = [pd.read_csv(StringIO("tree," + text)) for text in written.out.split("tree,")[1:]]
     assert len(tables) == 4

@@ -73,9 +73,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         patch.setenv("TORCH_HOME", str(folder))
         patch.delenv("LANTERN_BENCH_WEIGHTS", raising=False)
         (folder / "table.yaml").write_text(TABLE)
-        patch.setattr(
-            "lantern_bench.sweeps.decoder._MAX_ATTEMPTS", 1
-        )  # not again for images that a busy machine disturbed
         out = io.StringIO()
         err = io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):

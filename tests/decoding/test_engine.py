@@ -197,7 +197,18 @@ BOUNDS: dict[str, tuple[dict[str, float], dict[str, float]]] = {
 }
 
 
-@pytest.mark.parametrize("cell", BOUNDS)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "static",
+        "typical",
+        *(
+            pytest.param(cell, marks=pytest.mark.long)
+            for cell in BOUNDS
+            if cell not in ("static", "typical")
+        ),
+    ],
+)
 def test_a_bound_changes_no_program(cell: str) -> None:
     model = Small()
     engine = Engine(compile=True, backend="aot_eager")

@@ -232,6 +232,7 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, tiny: Any, tmp_path: Path) -> Any
                 for _ in tasks
             ]
 
+        monkeypatch.setattr(decoder, "_MAX_ATTEMPTS", 3)
         monkeypatch.setattr(decoder, "decode_batch", decode)
         monkeypatch.setattr(decoder.Decoder, "warm_up", lambda *_: [])
         experiment, plan = tiny(**{"metrics": "speed"} | settings)
