@@ -28,7 +28,7 @@ from lantern_bench.utils.text import one_line
 
 T = TypeVar("T")
 
-ENGINE_VERSION = "14"
+ENGINE_VERSION = "15"
 """Incremented when tokens at a seed or timing change; a run never mixes two versions."""
 
 _LONGEST_COMPILATION = 300.0  # seconds to wait for another process that compiles a program

@@ -154,8 +154,8 @@ def paint(folder: Path, names: str = "abcdef", size: tuple[int, int] = (64, 64))
 def test_the_embedded_features_are_those_of_the_painted_scenes() -> None:
     """Painting takes half a minute.
 
-    Processors round a few pixels the other way, which the hash shows and a few features follow by
-    less than 0.001. Scenes of another seed differ by 0.3 on average.
+    Processors round a few pixels differently: the hash of all pixels changes, and a few features
+    change by less than 0.001. Scenes of another seed differ by 0.3 on average.
     """
     scenes, label = reference_scenes()
     embedded = extractors.embedded_reference()

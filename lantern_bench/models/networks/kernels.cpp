@@ -14,18 +14,16 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <type_traits>
 #include <vector>
 
 namespace {
 
 using torch::stable::Tensor;
 
-constexpr int64_t kPanel = 64;   // outputs
-constexpr int64_t kDepth = 256;  // inputs at a time: 64 KiB of a panel in float32 stay in the cache
-constexpr int kRows = 6;         // rows whose sums fit into the registers
-constexpr int kAhead = 32;       // steps by which weights are asked for before they are used
-constexpr int kLine = 64;        // bytes the processor reads at once
+constexpr int64_t kPanel = 64;    // outputs
+constexpr int64_t kNear = 16384;  // bytes of a panel at a time: they and the next ones stay in the first cache
+constexpr int kRows = 6;          // rows whose sums fit into the registers
+constexpr int kLine = 64;         // bytes the processor reads at once
 
 struct Half {
   uint16_t bits;
@@ -96,6 +94,12 @@ __m512bh all(Pair value) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(s
 Lanes add_product(__m512bh a, __m512bh b, Lanes sum) { return _mm512_dpbf16_ps(sum, a, b); }
 #endif
 
+// Ask for numbers before they are used: they may lie in memory.
+template <typename Number>
+void ask_for(const Number* from, int64_t count) {
+  for (int64_t at = 0; at < count; at += kLine / sizeof(Number)) __builtin_prefetch(from + at);
+}
+
 // y[row][column] += sum over k of x[row][k] * w[k][column]; `fresh`: y holds nothing yet. X: float or Pair.
 template <typename X>
 struct Product {
@@ -106,10 +110,12 @@ struct Product {
   float* y;
   int64_t y_row;
   bool fresh;
-  bool ahead;  // the weights are read from memory: ask for them early
+  const char* next = nullptr;  // weights in memory that are used after these
+  int64_t next_step = 0;       // bytes of them that a tile asks for per step of its own
+  bool few = false;            // few rows wait for memory, so each step asks; otherwise a tile asks before it begins
 };
 
-template <int rows, int wide, bool ahead, typename X, typename Weight>
+template <int rows, int wide, bool few, typename X, typename Weight>
 void tile(const Product<X>& the, int64_t row, int64_t column, const Weight* w) {
   float* y = the.y + row * the.y_row + column;
   const X* x = the.x + row * the.x_row;
@@ -117,8 +123,7 @@ void tile(const Product<X>& the, int64_t row, int64_t column, const Weight* w) {
   for (int i = 0; i < rows; ++i)
     for (int j = 0; j < wide; ++j) sums[i][j] = the.fresh ? all(0.0f) : load(y + i * the.y_row + j * kLanes);
   for (int64_t k = 0; k < the.steps; ++k) {
-    if constexpr (ahead)
-      for (int64_t at = 0; at < kPanel; at += kLine / sizeof(Weight)) __builtin_prefetch(w + (k + kAhead) * kPanel + at);
+    if constexpr (few) ask_for(the.next + k * the.next_step, wide * kLanes * sizeof(Weight));
     decltype(load(w)) weights[wide];
     for (int j = 0; j < wide; ++j) weights[j] = load(w + k * the.w_k + column + j * kLanes);
     for (int i = 0; i < rows; ++i) {
@@ -131,21 +136,25 @@ void tile(const Product<X>& the, int64_t row, int64_t column, const Weight* w) {
 }
 
 template <int rows, typename X, typename Weight>
-void strip(const Product<X>& the, int64_t row, int64_t columns, const Weight* w) {
+void strip(Product<X>& the, int64_t row, int64_t columns, const Weight* w) {
   constexpr int wide = rows <= 2 ? kFew : kMany;
   int64_t column = 0;
-  if (the.ahead && row == 0) {  // later rows and columns find the weights in the cache
-    tile<rows, wide, true>(the, row, column, w);
-    column = wide * kLanes;
+  for (; column + wide * kLanes <= columns; column += wide * kLanes) {
+    if (the.few) {
+      tile<rows, wide, true>(the, row, column, w);
+    } else {
+      ask_for(the.next, the.steps * the.next_step);
+      tile<rows, wide, false>(the, row, column, w);
+    }
+    the.next += the.steps * the.next_step;
   }
-  for (; column + wide * kLanes <= columns; column += wide * kLanes) tile<rows, wide, false>(the, row, column, w);
   for (; column + 2 * kLanes <= columns; column += 2 * kLanes) tile<rows, 2, false>(the, row, column, w);
   for (; column < columns; column += kLanes) tile<rows, 1, false>(the, row, column, w);
 }
 
 // All rows and columns; `columns` are a multiple of kLanes.
 template <typename X, typename Weight>
-void multiply(const Product<X>& the, int64_t rows, int64_t columns, const Weight* w) {
+void multiply(Product<X>& the, int64_t rows, int64_t columns, const Weight* w) {
   int64_t row = 0;
   // One vector of a row is few: more rows fit, and no sum waits.
   for (; columns == kLanes && row + 2 * kRows <= rows; row += 2 * kRows) strip<2 * kRows>(the, row, columns, w);
@@ -166,23 +175,17 @@ void multiply(const Product<X>& the, int64_t rows, int64_t columns, const Weight
 template <typename X, typename Weight>
 void multiply_panels(const X* x, int64_t rows, int64_t in, const Weight* weight, float* y, int64_t panels) {
   const int64_t out = panels * kPanel;
+  const int64_t strips = (rows + kRows - 1) / kRows, tiles = strips * kPanel / (kLanes * (rows <= 2 ? kFew : kMany));
+  const int64_t depth = kNear / (kPanel * sizeof(Weight)), share = (kPanel * sizeof(Weight) + tiles - 1) / tiles;
   torch::stable::parallel_for(0, panels, 1, [&](int64_t first, int64_t end) {
-    std::vector<float> widened;
     for (int64_t number = first; number < end; ++number) {
-      for (int64_t from = 0; from < in; from += kDepth) {
-        const int64_t steps = std::min(kDepth, in - from);
-        const Weight* panel = weight + (number * in + from) * kPanel;
-        const bool widen = sizeof(Weight) < sizeof(float) && rows > 3 * kRows;
-        const Product<X> the{x + from, in, 1, steps, kPanel, y + number * kPanel, out, from == 0, !widen};
-        if constexpr (std::is_same_v<Weight, Half> || std::is_same_v<Weight, BFloat>) {
-          if (widen) {  // once for all rows
-            widened.resize(kDepth * kPanel);
-            for (int64_t at = 0; at < steps * kPanel; at += kLanes) store(widened.data() + at, load(panel + at));
-            multiply(the, rows, kPanel, const_cast<const float*>(widened.data()));
-            continue;
-          }
-        }
-        multiply(the, rows, kPanel, panel);
+      for (int64_t from = 0; from < in; from += depth) {
+        const int64_t steps = std::min(depth, in - from);
+        const Weight* block = weight + (number * in + from) * kPanel;
+        const bool last = number + 1 == end && from + steps == in;
+        const auto* next = reinterpret_cast<const char*>(last ? block : block + steps * kPanel);
+        Product<X> the{x + from, in, 1, steps, kPanel, y + number * kPanel, out, from == 0, next, share, rows <= kRows};
+        multiply(the, rows, kPanel, block);
       }
     }
   });
@@ -271,12 +274,6 @@ void score(const Head<Number>& the, const float* q, int64_t column, int64_t node
     scores[column + i] = sum_of(sums[i]) * the.scale + the.mask[(column + i) * the.mask_column + node];
 }
 
-// Ask for numbers before they are used: they may lie in memory.
-template <typename Number>
-void ask_for(const Number* from, int64_t count) {
-  for (int64_t at = 0; at < count; at += kLine / sizeof(Number)) __builtin_prefetch(from + at);
-}
-
 // Few nodes: the scores lie with the columns side by side, [nodes, lanes].
 template <typename Number>
 void attend_few(const Head<Number>& the, std::vector<float>& space) {
@@ -300,7 +297,7 @@ void attend_few(const Head<Number>& the, std::vector<float>& space) {
     const Lanes share = all(1.0f / sum_of(sum));
     for (float* at = scores; at < end; at += kLanes) store(at, load(at) * share);
   }
-  const Product<float> mixed{space.data(), lanes, 1, the.columns, the.width, the.out, the.q_node, true, false};
+  Product<float> mixed{space.data(), lanes, 1, the.columns, the.width, the.out, the.q_node, true};
   multiply(mixed, the.nodes, the.width, the.values);
 }
 
@@ -330,7 +327,7 @@ void attend_many(const Head<Number>& the, std::vector<float>& space) {
     ask_for(the.keys + next * the.width, std::min(kBlock, the.columns - next) * the.width);
     ask_for(the.values + column * the.width, count * the.width);
     const float* keys = widened(the.keys + column * the.width, count * the.width, keys_space);
-    const Product<float> scored{keys, the.width, 1, the.width, lanes, scores + column * lanes, lanes, false, false};
+    Product<float> scored{keys, the.width, 1, the.width, lanes, scores + column * lanes, lanes, false};
     multiply(scored, count, lanes, const_cast<const float*>(turned));
   }
   for (int64_t lane = 0; lane < lanes; lane += kLanes) {
@@ -347,7 +344,7 @@ void attend_many(const Head<Number>& the, std::vector<float>& space) {
   for (int64_t column = 0; column < the.columns; column += kBlock) {
     const int64_t count = std::min(kBlock, the.columns - column);
     const float* shares = scores + column * lanes;
-    const Product<float> mixed{shares, 1, lanes, count, the.width, the.out, the.q_node, column == 0, false};
+    Product<float> mixed{shares, 1, lanes, count, the.width, the.out, the.q_node, column == 0};
     multiply(mixed, the.nodes, the.width, the.values + column * the.width);
   }
 }
