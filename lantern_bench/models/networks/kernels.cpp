@@ -142,7 +142,7 @@ void strip(Product<X>& the, int64_t row, int64_t columns, const Weight* w) {
   for (; column + wide * kLanes <= columns; column += wide * kLanes) {
     if (the.few) {
       tile<rows, wide, true>(the, row, column, w);
-    } else {
+    } else {  // not within the tile: there the compiler would keep the sums in memory
       ask_for(the.next, the.steps * the.next_step);
       tile<rows, wide, false>(the, row, column, w);
     }
@@ -182,7 +182,7 @@ void multiply_panels(const X* x, int64_t rows, int64_t in, const Weight* weight,
       for (int64_t from = 0; from < in; from += depth) {
         const int64_t steps = std::min(depth, in - from);
         const Weight* block = weight + (number * in + from) * kPanel;
-        const bool last = number + 1 == end && from + steps == in;
+        const bool last = number + 1 == end && from + steps == in;  // asks for itself, which is in the cache
         const auto* next = reinterpret_cast<const char*>(last ? block : block + steps * kPanel);
         Product<X> the{x + from, in, 1, steps, kPanel, y + number * kPanel, out, from == 0, next, share, rows <= kRows};
         multiply(the, rows, kPanel, block);
