@@ -21,7 +21,7 @@ namespace {
 using torch::stable::Tensor;
 
 constexpr int64_t kPanel = 64;    // outputs
-constexpr int64_t kNear = 16384;  // bytes of a panel at a time: they and the next ones stay in the first cache
+constexpr int64_t kNear = 16384;  // bytes used at a time: they and the next ones stay in the first cache
 constexpr int kRows = 6;          // rows whose sums fit into the registers
 constexpr int kLine = 64;         // bytes the processor reads at once
 
@@ -110,9 +110,17 @@ struct Product {
   float* y;
   int64_t y_row;
   bool fresh;
-  const char* next = nullptr;  // weights in memory that are used after these
-  int64_t next_step = 0;       // bytes of them that a tile asks for per step of its own
-  bool few = false;            // few rows wait for memory, so each step asks; otherwise a tile asks before it begins
+  bool few = false;  // few rows wait for memory, so each step asks; otherwise a tile asks before it begins
+  const char* next = nullptr;
+  int64_t next_bytes = 0;
+  int64_t next_step = 0;  // bytes that a tile asks for per step of its own
+
+  // These numbers are used after the product; they may lie in memory.
+  template <typename Number>
+  void is_followed_by(const Number* from, int64_t count) {
+    next = reinterpret_cast<const char*>(from);
+    next_bytes = count * sizeof(Number);
+  }
 };
 
 template <int rows, int wide, bool few, typename X, typename Weight>
@@ -148,6 +156,9 @@ void strip(Product<X>& the, int64_t row, int64_t columns, const Weight* w) {
     }
     the.next += the.steps * the.next_step;
   }
+  if (column == columns) return;
+  ask_for(the.next, the.steps * the.next_step);
+  the.next += the.steps * the.next_step;
   for (; column + 2 * kLanes <= columns; column += 2 * kLanes) tile<rows, 2, false>(the, row, column, w);
   for (; column < columns; column += kLanes) tile<rows, 1, false>(the, row, column, w);
 }
@@ -155,10 +166,13 @@ void strip(Product<X>& the, int64_t row, int64_t columns, const Weight* w) {
 // All rows and columns; `columns` are a multiple of kLanes.
 template <typename X, typename Weight>
 void multiply(Product<X>& the, int64_t rows, int64_t columns, const Weight* w) {
-  int64_t row = 0;
   // One vector of a row is few: more rows fit, and no sum waits.
-  for (; columns == kLanes && row + 2 * kRows <= rows; row += 2 * kRows) strip<2 * kRows>(the, row, columns, w);
-  for (int64_t left = (rows - row + kRows - 1) / kRows; left > 0; --left) {
+  const int64_t tall = columns == kLanes ? rows / (2 * kRows) : 0;
+  int64_t row = 0, left = (rows - tall * 2 * kRows + kRows - 1) / kRows;
+  const int64_t wide = kLanes * (rows <= 2 ? kFew : kMany), tiles = (tall + left) * ((columns + wide - 1) / wide);
+  the.next_step = (the.next_bytes + tiles * the.steps - 1) / (tiles * the.steps);
+  for (; row < tall * 2 * kRows; row += 2 * kRows) strip<2 * kRows>(the, row, columns, w);
+  for (; left > 0; --left) {
     const int64_t height = (rows - row + left - 1) / left;  // as equal as possible
     switch (height) {
       case 1: strip<1>(the, row, columns, w); break;
@@ -174,17 +188,15 @@ void multiply(Product<X>& the, int64_t rows, int64_t columns, const Weight* w) {
 
 template <typename X, typename Weight>
 void multiply_panels(const X* x, int64_t rows, int64_t in, const Weight* weight, float* y, int64_t panels) {
-  const int64_t out = panels * kPanel;
-  const int64_t strips = (rows + kRows - 1) / kRows, tiles = strips * kPanel / (kLanes * (rows <= 2 ? kFew : kMany));
-  const int64_t depth = kNear / (kPanel * sizeof(Weight)), share = (kPanel * sizeof(Weight) + tiles - 1) / tiles;
+  const int64_t out = panels * kPanel, depth = kNear / (kPanel * sizeof(Weight));
   torch::stable::parallel_for(0, panels, 1, [&](int64_t first, int64_t end) {
     for (int64_t number = first; number < end; ++number) {
       for (int64_t from = 0; from < in; from += depth) {
         const int64_t steps = std::min(depth, in - from);
         const Weight* block = weight + (number * in + from) * kPanel;
         const bool last = number + 1 == end && from + steps == in;  // asks for itself, which is in the cache
-        const auto* next = reinterpret_cast<const char*>(last ? block : block + steps * kPanel);
-        Product<X> the{x + from, in, 1, steps, kPanel, y + number * kPanel, out, from == 0, next, share, rows <= kRows};
+        Product<X> the{x + from, in, 1, steps, kPanel, y + number * kPanel, out, from == 0, rows <= kRows};
+        the.is_followed_by(last ? block : block + steps * kPanel, steps * kPanel);
         multiply(the, rows, kPanel, block);
       }
     }
@@ -242,8 +254,6 @@ constexpr int64_t kFullNodes = 16;  // they fill vectors of each processor
 constexpr int kTogether = 4;        // columns
 constexpr float kNever = -std::numeric_limits<float>::max();
 
-constexpr int64_t kBlock = 64;  // columns whose keys or values are read at a time: they stay in the first cache
-
 template <typename Number>
 struct Head {
   const float* q;               // [nodes, width]
@@ -254,31 +264,44 @@ struct Head {
   int64_t q_node;       // from one node to the next in q and out
   int64_t mask_column;  // from one column to the next in the mask
   float scale;
+  const Number* next_keys;  // of the head after this one
+  int64_t block;            // columns whose keys or values are used at a time
 };
 
 // The scores of `count` columns for one node: their sums do not wait for each other.
 template <int count, typename Number>
 void score(const Head<Number>& the, const float* q, int64_t column, int64_t node, float* scores) {
   const Number* keys = the.keys + column * the.width;
+  const int64_t later = column + the.block, left = the.columns - later;
+  const Number* next = left > 0 ? the.keys + later * the.width : the.values - left * the.width;
   Lanes sums[count];
   for (int i = 0; i < count; ++i) sums[i] = all(0.0f);
   for (int64_t k = 0; k < the.width; k += kLanes) {
     const Lanes factor = load(q + k);
-    for (int i = 0; i < count; ++i) {
-      __builtin_prefetch(the.values + (column + i) * the.width + k);  // needed next
-      __builtin_prefetch(keys + (kBlock + i) * the.width + k);
-    }
+    for (int i = 0; i < count; ++i) __builtin_prefetch(next + i * the.width + k);
     for (int i = 0; i < count; ++i) sums[i] = add_product(factor, load(keys + i * the.width + k), sums[i]);
   }
   for (int i = 0; i < count; ++i)
     scores[column + i] = sum_of(sums[i]) * the.scale + the.mask[(column + i) * the.mask_column + node];
 }
 
+// Sums of the values by the shares that the nodes give them, which lie at node * share_node + column * share_column.
+template <typename Number>
+void mix(const Head<Number>& the, const float* shares, int64_t share_node, int64_t share_column) {
+  for (int64_t column = 0; column < the.columns; column += the.block) {
+    const int64_t count = std::min(the.block, the.columns - column), next = column + count;
+    const float* from = shares + column * share_column;
+    Product<float> mixed{from, share_node, share_column, count, the.width, the.out, the.q_node, column == 0};
+    const bool last = next == the.columns;
+    mixed.is_followed_by(last ? the.next_keys : the.values + next * the.width, the.block * the.width);
+    multiply(mixed, the.nodes, the.width, the.values + column * the.width);
+  }
+}
+
 // Few nodes: the scores lie with the columns side by side, [nodes, lanes].
 template <typename Number>
 void attend_few(const Head<Number>& the, std::vector<float>& space) {
   const int64_t lanes = (the.columns + kLanes - 1) / kLanes * kLanes;
-  ask_for(the.keys, std::min(kBlock, the.columns) * the.width);
   space.assign(the.nodes * lanes, kNever);
   for (int64_t node = 0; node < the.nodes; ++node) {
     float *scores = space.data() + node * lanes, *end = scores + lanes;
@@ -297,8 +320,7 @@ void attend_few(const Head<Number>& the, std::vector<float>& space) {
     const Lanes share = all(1.0f / sum_of(sum));
     for (float* at = scores; at < end; at += kLanes) store(at, load(at) * share);
   }
-  Product<float> mixed{space.data(), lanes, 1, the.columns, the.width, the.out, the.q_node, true};
-  multiply(mixed, the.nodes, the.width, the.values);
+  mix(the, space.data(), lanes, 1);
 }
 
 // The numbers in float32; `space` holds them if they are narrow.
@@ -312,8 +334,7 @@ const float* widened(const BFloat* from, int64_t count, float* space) {
 template <typename Number>
 void attend_many(const Head<Number>& the, std::vector<float>& space) {
   const int64_t lanes = (the.nodes + kLanes - 1) / kLanes * kLanes;
-  ask_for(the.keys, std::min(kBlock, the.columns) * the.width);
-  space.resize((the.width + the.columns) * lanes + kBlock * the.width);
+  space.resize((the.width + the.columns) * lanes + the.block * the.width);
   float *turned = space.data(), *scores = turned + the.width * lanes, *end = scores + the.columns * lanes;
   float* keys_space = end;
   std::fill(turned, end, 0.0f);
@@ -321,13 +342,12 @@ void attend_many(const Head<Number>& the, std::vector<float>& space) {
     for (int64_t k = 0; k < the.width; ++k) turned[k * lanes + node] = the.q[node * the.q_node + k] * the.scale;
   for (int64_t column = 0; column < the.columns; ++column)
     std::copy_n(the.mask + column * the.mask_column, the.nodes, scores + column * lanes);
-  for (int64_t column = 0; column < the.columns; column += kBlock) {
-    const int64_t count = std::min(kBlock, the.columns - column);
-    const int64_t next = column + count;
-    ask_for(the.keys + next * the.width, std::min(kBlock, the.columns - next) * the.width);
-    ask_for(the.values + column * the.width, count * the.width);
+  for (int64_t column = 0; column < the.columns; column += the.block) {
+    const int64_t count = std::min(the.block, the.columns - column), next = column + count;
     const float* keys = widened(the.keys + column * the.width, count * the.width, keys_space);
     Product<float> scored{keys, the.width, 1, the.width, lanes, scores + column * lanes, lanes, false};
+    const bool last = next == the.columns;
+    scored.is_followed_by(last ? the.values : the.keys + next * the.width, the.block * the.width);
     multiply(scored, count, lanes, const_cast<const float*>(turned));
   }
   for (int64_t lane = 0; lane < lanes; lane += kLanes) {
@@ -341,12 +361,7 @@ void attend_many(const Head<Number>& the, std::vector<float>& space) {
     const Lanes share = all(1.0f) / sum;
     for (float* at = scores + lane; at < end; at += lanes) store(at, load(at) * share);
   }
-  for (int64_t column = 0; column < the.columns; column += kBlock) {
-    const int64_t count = std::min(kBlock, the.columns - column);
-    const float* shares = scores + column * lanes;
-    Product<float> mixed{shares, 1, lanes, count, the.width, the.out, the.q_node, column == 0};
-    multiply(mixed, the.nodes, the.width, the.values + column * the.width);
-  }
+  mix(the, scores, 1, lanes);
 }
 
 // One node beside full vectors is attended alone: it would take as long as a vector of them.
@@ -393,12 +408,15 @@ Tensor node_attention(const Tensor& q, const Tensor& keys, const Tensor& values,
   const int64_t value_row = values.stride(0), value_head = values.stride(1);
   const auto attend = [&](const auto* every_key, const auto* every_value) {
     using Number = std::remove_const_t<std::remove_pointer_t<decltype(every_key)>>;
+    const int64_t block = std::max<int64_t>(kNear / 2 / (width * sizeof(Number)), 1);  // scores are near, too
     torch::stable::parallel_for(0, rows * heads, 1, [&](int64_t first, int64_t end) {
       thread_local std::vector<float> space;
       for (int64_t at = first; at < end; ++at) {
         const int64_t row = at / heads, kv = at % heads / together;
-        const int64_t corner = (row * nodes * heads + at % heads) * width;
+        const int64_t next = std::min(at + 1, end - 1);  // the last is its own next one
         const float* seen = masks + row * columns * nodes;
+        const int64_t visible = seen_columns(seen, columns, nodes);
+        const int64_t corner = (row * nodes * heads + at % heads) * width;
         const Head<Number> the{asked + corner,
                                every_key + row * key_row + kv * key_head,
                                every_value + row * value_row + kv * value_head,
@@ -406,10 +424,12 @@ Tensor node_attention(const Tensor& q, const Tensor& keys, const Tensor& values,
                                made + corner,
                                nodes,
                                width,
-                               seen_columns(seen, columns, nodes),
+                               visible,
                                heads * width,
                                nodes,
-                               scale};
+                               scale,
+                               every_key + next / heads * key_row + next % heads / together * key_head,
+                               std::min(block, visible)};
         attend_nodes(the, space);
       }
     });
