@@ -155,7 +155,8 @@ def test_impossible_tokens_are_no_fault(
 
 
 @pytest.mark.parametrize(
-    "cell", [pytest.param(cell, marks=[pytest.mark.long] * (cell != "static")) for cell in MODES]
+    "cell",
+    [pytest.param(cell, marks=() if cell == "static" else pytest.mark.long) for cell in MODES],
 )
 def test_compiled_steps_draw_no_impossible_tokens(
     cell: str, record_property: Callable[[str, object], None]

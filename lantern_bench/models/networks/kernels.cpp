@@ -110,7 +110,9 @@ struct Product {
   float* y;
   int64_t y_row;
   bool fresh;
-  bool few = false;  // few rows wait for memory, so each step asks; otherwise a tile asks before it begins
+  // Few rows wait for memory, so each step of a tile asks for as much as it reads. Otherwise a tile asks for its share
+  // before it begins.
+  bool few = false;
   const char* next = nullptr;
   int64_t next_bytes = 0;
   int64_t next_step = 0;  // bytes that a tile asks for per step of its own
@@ -157,6 +159,7 @@ void strip(Product<X>& the, int64_t row, int64_t columns, const Weight* w) {
     the.next += the.steps * the.next_step;
   }
   if (column == columns) return;
+  // The columns left are too few for such a tile.
   ask_for(the.next, the.steps * the.next_step);
   the.next += the.steps * the.next_step;
   for (; column + 2 * kLanes <= columns; column += 2 * kLanes) tile<rows, 2, false>(the, row, column, w);
